@@ -1,0 +1,31 @@
+"""Tokens in, tokens out. This public face imports no torch: ``engine.llm_engine`` does."""
+
+from engine.api import (
+    Completion,
+    Engine,
+    EngineStats,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    output_digest,
+)
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineDead, RequestRejected
+
+__all__ = [
+    "Completion",
+    "ConfigError",
+    "Engine",
+    "EngineConfig",
+    "EngineDead",
+    "EngineStats",
+    "FinishReason",
+    "Request",
+    "RequestOutput",
+    "RequestRejected",
+    "SamplingParams",
+    "TokenLogprobs",
+    "output_digest",
+]
