@@ -1,0 +1,248 @@
+"""JobConfig: everything one job is told, read from YAML and flags and checked before anything starts.
+
+Owns names, defaults and the messages for mistakes in them. It must not look at inputs, outputs or devices,
+and takes the fields of ``sampling`` and ``engine`` from the engine's own types, so that they cannot drift.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine import ConfigError, EngineConfig, SamplingParams
+
+DERIVED_KEYS = {"engine.model": "model.path", "engine.seed": "sampling.seed"}
+"""Engine fields that a job sets elsewhere, and where."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class ModelSection(_Section):
+    """``path``: the folder with config.json, tokenizer.json and the safetensors files."""
+
+    path: str = Field(min_length=1)
+
+
+class InputSection(_Section):
+    """``path``: a Parquet file, a folder or a glob. ``rows_per_shard`` rows become one output file."""
+
+    path: str = Field(min_length=1)
+    rows_per_shard: int = Field(default=1000, ge=1)
+
+
+class ChatSection(_Section):
+    """How ``messages`` become text.
+
+    The defaults are those of the public server of this model, thinking on with effort high, so that a
+    batch answers as the server does; ``thinking: false`` asks for plain chat. ``template`` is a Jinja
+    file that replaces the model's own encoding.
+    """
+
+    thinking: bool = True
+    reasoning_effort: Literal["low", "high", "max"] | Annotated[int, Field(ge=1, le=100)] = "high"
+    drop_thinking: bool = True
+    template: str | None = None
+
+
+class OutputSection(_Section):
+    """``prefix`` goes before the names of the columns we add. ``max_error_rate`` 1.0 never fails a job."""
+
+    path: str = Field(min_length=1)
+    prefix: str = ""
+    max_error_rate: float = Field(default=0.05, ge=0.0, le=1.0)
+
+
+class ClusterSection(_Section):
+    """``num_ranks`` 0: one a GPU, or one CPU rank. ``address`` None: RAY_ADDRESS, else a Ray of our own."""
+
+    num_ranks: int = Field(default=0, ge=0)
+    address: str | None = None
+
+
+class JobConfig(_Section):
+    """One job. ``engine.model`` is ``model.path``; ``engine.seed``, the job's, is ``sampling.seed`` or 0."""
+
+    model: ModelSection
+    input: InputSection
+    chat: ChatSection = ChatSection()
+    output: OutputSection
+    sampling: SamplingParams = SamplingParams()
+    engine: EngineConfig
+    cluster: ClusterSection = ClusterSection()
+
+
+def engine_config(job: JobConfig) -> EngineConfig:
+    """What each rank's engine is asked for."""
+    return job.engine
+
+
+def sampling_params(job: JobConfig) -> SamplingParams:
+    """How a row is sampled unless its own columns say otherwise."""
+    return job.sampling
+
+
+def load_job(
+    path: str | Path | None, overrides: Iterable[str] = (), flags: Mapping[str, object] | None = None
+) -> JobConfig:
+    """Read and check a job; later sources win: the file, then ``flags``, then ``overrides``.
+
+    ``flags`` maps dotted keys to values (None: not given). ``overrides`` are ``a.b=value`` with the
+    value in YAML. Relative paths, also those in the file, are relative to the current directory.
+    Raises ``ConfigError`` with one sentence.
+    """
+    tree = _read_yaml(Path(path)) if path is not None else {}
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _set_key(tree, key, value)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set needs section.key=value, got {override!r}")
+        _set_key(tree, key.strip(), _parse_yaml(text, f"--set {key.strip()}"))
+    _check_keys(tree)
+    return _validate(tree)
+
+
+def _validate(tree: dict[str, Any]) -> JobConfig:
+    model_path = tree.get("model", {}).get("path")
+    seed = tree.get("sampling", {}).get("seed")
+    engine = {**tree.get("engine", {}), "model": model_path, "seed": 0 if seed is None else seed}
+    for section in ("model", "input", "output"):
+        if tree.get(section, {}).get("path") is None:
+            raise ConfigError(f"{section}.path is not set: give it in the job file or with --{section}")
+    try:
+        # By way of JSON, whose strict mode takes lists for tuples and mappings for dataclasses.
+        return JobConfig.model_validate_json(json.dumps({**tree, "engine": engine}, default=str))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(error))) from error
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    """One clause for each wrong value; the branches of a union, which share the value, share the clause."""
+    wrong: dict[str, list[str]] = {}
+    values: dict[str, object] = {}
+    valid = set(_valid_keys())
+    for item in error.errors(include_url=False):
+        parts = [str(part) for part in item["loc"]]
+        key = ".".join(parts[:2]) if ".".join(parts[:2]) in valid else ".".join(parts)
+        if key not in DERIVED_KEYS:  # said already, of the key it comes from
+            wrong.setdefault(key, []).append(item["msg"].removeprefix("Value error, ").removeprefix("Input "))
+            values[key] = item["input"]
+    for key, messages in wrong.items():
+        if isinstance(values[key], Mapping):  # a rule of the whole section; it names the field and the value
+            yield f"{key}: {messages[0]}"
+        else:
+            yield f"{key} {' or '.join(messages)}, got {values[key]!r}"
+
+
+def _section_keys() -> dict[str, list[str]]:
+    keys: dict[str, list[str]] = {
+        name: list(section.model_fields)
+        for name, section in (
+            ("model", ModelSection),
+            ("input", InputSection),
+            ("chat", ChatSection),
+            ("output", OutputSection),
+            ("cluster", ClusterSection),
+        )
+    }
+    keys["sampling"] = [field.name for field in fields(SamplingParams)]
+    keys["engine"] = [f.name for f in fields(EngineConfig) if f"engine.{f.name}" not in DERIVED_KEYS]
+    return keys
+
+
+def _valid_keys() -> list[str]:
+    return [f"{section}.{name}" for section, names in _section_keys().items() for name in names]
+
+
+def _check_keys(tree: Mapping[str, Any]) -> None:
+    keys = _section_keys()
+    for section, values in tree.items():
+        if section not in keys:
+            raise ConfigError(_unknown_key(section))
+        if not isinstance(values, Mapping):
+            known = ", ".join(keys[section])
+            raise ConfigError(f"{section} must be a mapping with keys {known}, got {values!r}")
+        for name in values:
+            setter = DERIVED_KEYS.get(f"{section}.{name}")
+            if setter is not None:
+                raise ConfigError(f"{section}.{name} cannot be set: set {setter} instead")
+            if name not in keys[section]:
+                raise ConfigError(_unknown_key(f"{section}.{name}"))
+
+
+def _unknown_key(key: str) -> str:
+    """Name the nearest valid key: in the nearest section if one is near enough, else anywhere."""
+    keys = _section_keys()
+    section, _, name = str(key).partition(".")
+    near_sections = difflib.get_close_matches(section, keys, n=1, cutoff=0.6)
+    if near_sections and not name:
+        return f"unknown key {key}: the nearest valid one is {near_sections[0]}"
+    siblings = {sibling: f"{near}.{sibling}" for near in near_sections for sibling in keys[near]}
+    anywhere = {full.rpartition(".")[2]: full for full in reversed(_valid_keys())}
+    for candidates, cutoff in ((siblings, 0.6), (anywhere, 0.0)):
+        closest = difflib.get_close_matches(name or section, candidates, n=1, cutoff=cutoff)
+        if closest:
+            return f"unknown key {key}: the nearest valid one is {candidates[closest[0]]}"
+    return f"unknown key {key}: the sections are {', '.join(keys)}"
+
+
+def _set_key(tree: dict[str, Any], key: str, value: object) -> None:
+    section, dot, name = key.partition(".")
+    if not dot and section in _section_keys():
+        raise ConfigError(f"--set needs section.key=value, got the whole section {section}")
+    if not dot or "." in name:
+        raise ConfigError(_unknown_key(key))
+    values = tree.setdefault(section, {})
+    if not isinstance(values, dict):
+        raise ConfigError(f"{section} must be a mapping, got {values!r}")
+    values[name] = value
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-3 is a number (as in YAML 1.2) and a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key_node.value} is given twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the job file {path}: {error}") from error
+    tree = _parse_yaml(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
+    return {str(section): {} if values is None else values for section, values in tree.items()}
