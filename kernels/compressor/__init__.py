@@ -1,0 +1,3 @@
+from kernels.compressor.reference import pool_groups_reference
+
+__all__ = ["pool_groups_reference"]

@@ -1,0 +1,91 @@
+"""Single-pass hyper-connections in plain torch: the model page's section 7. All sums in fp32.
+
+``num_streams`` K is 4 in the release. Sums over K are ``tree_sum``s, so they have one order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.linear import linear_reference
+from kernels.rms_norm import inverse_rms
+from kernels.tree_sum import tree_sum
+
+
+class StreamMix(NamedTuple):
+    """What one site computes: ``pre`` collapses the *next* site, ``post`` and ``comb`` expand this one."""
+
+    pre: Tensor  # [num_rows, K] fp32
+    post: Tensor  # [num_rows, K] fp32
+    comb: Tensor  # [num_rows, K, K] fp32; the first K is summed over
+
+
+def mix_streams_reference(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    num_iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> StreamMix:
+    """Mixing weights of every row from its own streams.
+
+    Args:
+        streams: [num_rows, K, hidden], float32 or bfloat16.
+        fn: [2K + K*K, K * hidden] fp32; stream-major.
+        base: [2K + K*K] fp32.
+        scale: [3] fp32, for pre, post and comb.
+        num_iterations: Sinkhorn rounds, the first one being softmax over rows + column division.
+        eps: added inside the Sinkhorn and to ``pre``.
+        norm_eps: of the RMS over all streams.
+    """
+    num_rows, k, _ = streams.shape
+    flat = streams.float().flatten(1)
+    z = linear_reference(flat * inverse_rms(flat, norm_eps), fn)
+    pre = torch.sigmoid(z[:, :k] * scale[0] + base[:k]) + eps
+    post = 2 * torch.sigmoid(z[:, k : 2 * k] * scale[1] + base[k : 2 * k])
+    comb = (z[:, 2 * k :] * scale[2] + base[2 * k :]).view(num_rows, k, k)
+    comb = torch.exp(comb - comb.amax(-1, keepdim=True))
+    comb = comb / tree_sum(comb, keepdim=True) + eps
+    comb = _divide_columns(comb, eps)
+    for _ in range(num_iterations - 1):
+        comb = comb / (tree_sum(comb, keepdim=True) + eps)
+        comb = _divide_columns(comb, eps)
+    return StreamMix(pre, post, comb)
+
+
+def _divide_columns(comb: Tensor, eps: float) -> Tensor:
+    return comb / (tree_sum(comb.transpose(1, 2))[:, None, :] + eps)
+
+
+def collapse_streams_reference(streams: Tensor, pre: Tensor) -> Tensor:
+    """``sum_k pre[k] streams[k]`` in fp32, cast to the streams' dtype.
+
+    Args:
+        streams: [num_rows, K, hidden]; pre: [num_rows, K] fp32.
+
+    Returns:
+        [num_rows, hidden], dtype of ``streams``.
+    """
+    weighted = streams.float() * pre[..., None]
+    return tree_sum(weighted.movedim(1, -1)).to(streams.dtype)
+
+
+def expand_streams_reference(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """``out[k] = post[k] y + sum_j comb[j, k] streams[j]`` in fp32, cast to the streams' dtype.
+
+    Args:
+        y: [num_rows, hidden], the sublayer's output.
+        streams: [num_rows, K, hidden]; post: [num_rows, K] fp32; comb: [num_rows, K, K] fp32.
+    """
+    wide = streams.float()
+    mixed = [
+        post[:, k, None] * y.float() + tree_sum((comb[:, :, k, None] * wide).movedim(1, -1))
+        for k in range(streams.shape[1])
+    ]
+    return torch.stack(mixed, dim=1).to(streams.dtype)
