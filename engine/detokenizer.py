@@ -115,7 +115,7 @@ class IncrementalDetokenizer:
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """The byte-level alphabet: printable Latin-1 letters stand for themselves, the other bytes follow 0xFF."""
+    """The byte-level alphabet: printable Latin-1 letters stand for themselves, the others follow 0xFF."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     letters = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
