@@ -6,18 +6,41 @@ It sees counts and positions only: no tensors, no text, no sampling. The device 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence as SequenceOf
-from dataclasses import dataclass, field
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
-from engine.block_manager import Move
-from engine.layer_rows import DecoderPrefill, LayerRows, ModelShape, layer_rows
-from engine.sequence import Sequence
+from engine.block_manager import BlockManager, Move, num_blocks_for
+from engine.config import KV_BLOCK_SIZE
+from engine.errors import RequestRejected
+from engine.layer_rows import DecoderPrefill, ModelShape
+from engine.prefix_cache import HashFunction, hash_block
+from engine.prefix_reuse import ReusePlan, ReusePolicy
+from engine.scheduled_batch import ScheduledBatch, ScheduledChunk, SchedulerStats
+from engine.sequence import Sequence, SequenceStatus
+
+__all__ = [
+    "Move",
+    "ScheduledBatch",
+    "ScheduledChunk",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerStats",
+]
+
+ADMISSION_LOOKAHEAD = 16
+"""How far behind a head that does not fit the scheduler looks for a sequence that does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits and switches in plain counts. Device state slots are numbered 0 .. max_num_seqs-1."""
+    """Limits and switches in plain counts. Device state slots are numbered 0 .. max_num_seqs-1.
+
+    ``max_num_bypasses``: how often a later sequence may be admitted past the same head of the queue.
+    ``snapshot_cost_tokens``: what restoring a snapshot costs, in tokens run through every layer. Copying
+    a few megabytes from host memory takes less time than one token's share of a prefill.
+    """
 
     max_model_len: int
     max_num_seqs: int
@@ -32,103 +55,337 @@ class SchedulerConfig:
     max_num_bypasses: int = 8
     snapshot_cost_tokens: int = 1
 
-
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """Rows [start, start + num_tokens) of ``seq``.
-
-    ``tail_end``, ``cached_until`` and ``mode`` are the arguments of ``layer_rows``. Rows below
-    ``cached_until`` are replayed: their global KV exists, is shared and must not be written.
-    ``samples``: the last row's logits are wanted, the chunk reaches the end of the known tokens.
-    A chunk with ``start`` 0, or at a replay's first row, starts from empty rings and groups
-    (``is_fresh``): the slot holds another sequence's leavings.
-    """
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-    tail_end: int
-    cached_until: int
-    mode: DecoderPrefill
-    samples: bool
-    is_fresh: bool
-
-    @property
-    def end(self) -> int:
-        """One past the last row."""
-        return self.start + self.num_tokens
-
-    def layer_rows(self, shape: ModelShape) -> LayerRows:
-        """Which of these rows each layer runs."""
-        return layer_rows(shape, self.mode, tail_end=self.tail_end, cached_until=self.cached_until)
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("num_host_blocks", "num_host_states", "max_num_preemptions", "max_num_bypasses"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
 
-@dataclass(slots=True)
-class ScheduledBatch:
-    """One step. Moves are carried out strictly in list order: before the forward pass, and after it."""
-
-    moves_before: list[Move] = field(default_factory=list)
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    moves_after: list[Move] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows in the step."""
-        return sum(chunk.num_tokens for chunk in self.chunks)
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since the scheduler was built."""
-
-    num_steps: int = 0
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_replayed_tokens: int = 0
-    num_recomputed_tokens: int = 0
-    num_preemptions: int = 0
-    num_offloads: int = 0
-    num_snapshots: int = 0
+def _age(seq: Sequence) -> int:
+    return seq.seq_id
 
 
 class Scheduler:
-    """The calls of one step: ``schedule``, (device), ``finish_step``, then ``finish`` for what ended."""
+    """One step is ``schedule``, the device, ``finish_step``, then ``finish`` for each sequence that ended.
 
-    stats: SchedulerStats
+    Every step with work holds at least one chunk: a sequence that gets no block may preempt the younger
+    ones that are not in the step yet, the oldest thus all of them, and ``add`` has made sure that each
+    fits the pool alone. A preempted sequence keeps its age. After ``max_num_preemptions`` it comes back
+    with its worst case allocated and is never preempted again, so preemptions are bounded.
+    """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        shape: ModelShape,
-        *,
-        hash_function: Callable[[int, tuple[int, ...]], int] | None = None,
-    ) -> None: ...
+        self, config: SchedulerConfig, shape: ModelShape, *, hash_function: HashFunction = hash_block
+    ) -> None:
+        self.config = config
+        self.stats = SchedulerStats()
+        self.blocks = BlockManager(
+            config.num_kv_blocks,
+            config.max_num_seqs,
+            num_host_blocks=config.num_host_blocks,
+            num_host_states=config.num_host_states,
+            enable_prefix_caching=config.enable_prefix_caching,
+            hash_function=hash_function,
+        )
+        self._reuse = ReusePolicy(
+            shape=shape,
+            mode=config.decoder_prefill,
+            # A bounded state depends on where its prompt ended: it must not serve another's prompt.
+            takes_snapshots=config.enable_prefix_caching
+            and config.num_host_states > 0
+            and config.decoder_prefill != "bounded",
+            snapshot_cost_tokens=config.snapshot_cost_tokens,
+        )
+        self._watermark = max(1, config.num_kv_blocks // 100)
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._step: ScheduledBatch | None = None
+        self._budget = 0
+        self._is_short = False
+        self._scheduled: set[Sequence] = set()
+        self._pending_snapshots: list[tuple[Sequence, int, int]] = []
+
+    # The queue's face
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without device memory: new ones and preempted ones."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that own a state slot."""
+        return len(self._running)
+
+    def has_unfinished(self) -> bool:
+        """Whether ``schedule`` would return a step."""
+        return bool(self._waiting or self._running)
 
     def add(self, seq: Sequence, prefix_ends: Iterable[int] = ()) -> None:
         """Queue a sequence. Raises ``RequestRejected`` for what can never be served.
 
-        ``prefix_ends``: positions where prompts are known to part; a snapshot is kept there.
+        ``prefix_ends``: lengths at which its prompt is known to part from others; a snapshot is kept there.
         """
+        if seq.num_prompt_tokens == 0:
+            raise RequestRejected("empty_prompt", "the prompt has no tokens")
+        if seq.num_prompt_tokens + 1 > self.config.max_model_len:
+            raise RequestRejected(
+                "prompt_too_long",
+                f"the prompt has {seq.num_prompt_tokens} tokens; the limit is "
+                f"{self.config.max_model_len - 1}, one less than max_model_len",
+            )
+        # The last token is sampled and never run, so it needs no room.
+        if num_blocks_for(seq.max_total_tokens - 1) > self.config.num_kv_blocks:
+            raise RequestRejected(
+                "kv_too_small",
+                f"{seq.num_prompt_tokens} prompt tokens and up to "
+                f"{seq.max_total_tokens - seq.num_prompt_tokens} generated need room for "
+                f"{seq.max_total_tokens - 1} tokens; the KV pool holds "
+                f"{self.config.num_kv_blocks * KV_BLOCK_SIZE}",
+            )
+        seq.prefix_ends = tuple(prefix_ends)
+        insort(self._waiting, seq, key=_age)
 
     def abort(self, seq: Sequence) -> None:
-        """Forget a sequence between two steps, waiting or running."""
+        """Forget a sequence, waiting or running, between two steps."""
+        self._leave(seq)
+
+    def finish(self, seq: Sequence) -> None:
+        """A running sequence is complete: free what it holds."""
+        assert seq.status is SequenceStatus.RUNNING, "only a running sequence can finish"
+        self._leave(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        assert self._step is None, "a sequence may leave only between two steps"
+        (self._running if seq.status is SequenceStatus.RUNNING else self._waiting).remove(seq)
+        self.blocks.release(seq)
+        seq.status = SequenceStatus.FINISHED
+
+    # A step
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, with at least one chunk; None when nothing waits or runs."""
+        assert self._step is None, "the last step has not been finished"
+        if not self.has_unfinished():
+            return None
+        self._step = step = ScheduledBatch()
+        self._budget = self.config.max_num_batched_tokens
+        self._is_short = False
+        self._scheduled.clear()
+        decoding = [seq for seq in self._running if seq.is_decoding]
+        prefilling = [seq for seq in self._running if not seq.is_decoding]
+        # The longest first: short ones then fill the step's end. Nothing is admitted before all had a share.
+        prefilling.sort(key=lambda seq: -seq.num_uncomputed_tokens)
+        for seq in (*decoding, *prefilling):
+            if self._budget > 0 and seq.status is SequenceStatus.RUNNING:
+                self._schedule_running(seq)
+        # Who joins while others lack blocks would take what they are waiting for.
+        if not self._is_short:
+            self._admit_waiting()
+        assert step.chunks, "a step without rows while there is work"
+        step.moves_before = self.blocks.moves
+        self.blocks.moves = []
+        return step
 
     def finish_step(self, batch: ScheduledBatch) -> None:
         """After the device ran ``batch``: advance progress, publish full blocks, register snapshots."""
+        assert batch is self._step, "steps are finished once each, in order"
+        self._step = None
+        self.stats.num_steps += 1
+        for chunk in batch.chunks:
+            self._count(chunk)
+            seq = chunk.seq
+            seq.num_computed_tokens = chunk.end
+            seq.num_tokens_ever_computed = max(seq.num_tokens_ever_computed, chunk.end)
+            self.blocks.publish(seq)
+        for seq, end, slot in self._pending_snapshots:
+            self.blocks.states.keep_snapshot(seq.nodes[end // KV_BLOCK_SIZE - 1], slot)
+        self._pending_snapshots = []
 
-    def finish(self, seq: Sequence) -> None:
-        """The sequence is complete: free what it holds."""
+    def _count(self, chunk: ScheduledChunk) -> None:
+        seq, stats = chunk.seq, self.stats
+        num_replayed = max(0, min(chunk.end, chunk.cached_until) - chunk.start)
+        first_new = max(chunk.start + num_replayed, min(seq.num_tokens_ever_computed, chunk.end))
+        num_recomputed = first_new - chunk.start - num_replayed
+        seq.num_replayed_tokens += num_replayed
+        seq.num_recomputed_tokens += num_recomputed
+        stats.num_replayed_tokens += num_replayed
+        stats.num_recomputed_tokens += num_recomputed
+        if seq.is_decoding:
+            stats.num_decode_tokens += chunk.num_tokens
+        else:
+            stats.num_prefill_tokens += chunk.num_tokens - num_replayed
 
-    def has_unfinished(self) -> bool: ...
+    def _schedule_running(self, seq: Sequence) -> None:
+        """Put the next rows of a running sequence into the step, as far as blocks can be had for them."""
+        end = self._next_end(seq, self._budget)
+        while (capacity := self._capacity(seq)) <= seq.num_computed_tokens and self._try_preempt_for(seq):
+            pass
+        if capacity < end:
+            self._is_short = True
+            end = capacity
+        if end > seq.num_computed_tokens:
+            self.blocks.grow(seq, end)
+            self._append_chunk(seq, end, is_fresh=False)
 
-    @property
-    def num_waiting(self) -> int: ...
+    def _capacity(self, seq: Sequence) -> int:
+        return (len(seq.block_table) + self.blocks.num_available_blocks) * KV_BLOCK_SIZE
 
-    @property
-    def num_running(self) -> int: ...
+    def _next_end(self, seq: Sequence, budget: int) -> int:
+        return min(seq.num_computed_tokens + budget, self._tail_end(seq))
 
-    def check_integrity(self) -> None: ...
+    def _tail_end(self, seq: Sequence) -> int:
+        """The first wanted end behind the computed rows."""
+        return min((end for end in seq.wanted_ends if end > seq.num_computed_tokens), default=seq.num_tokens)
+
+    def _append_chunk(self, seq: Sequence, end: int, *, is_fresh: bool) -> None:
+        assert self._step is not None
+        tail_end = self._tail_end(seq)
+        # Behind the prompt every row runs in every layer, as it would have when it was decoded.
+        is_behind_prompt = self.config.decoder_prefill == "bounded" and tail_end > seq.num_prompt_tokens
+        chunk = ScheduledChunk(
+            seq=seq,
+            start=seq.num_computed_tokens,
+            num_tokens=end - seq.num_computed_tokens,
+            tail_end=tail_end,
+            cached_until=seq.cached_until,
+            mode="full" if is_behind_prompt else self.config.decoder_prefill,
+            samples=end == seq.num_tokens,
+            is_fresh=is_fresh,
+        )
+        self._step.chunks.append(chunk)
+        self._scheduled.add(seq)
+        self._budget -= chunk.num_tokens
+        if end in seq.wanted_ends and end % KV_BLOCK_SIZE == 0 and self._reuse.takes_snapshots:
+            self._plan_snapshot(seq, end)
+
+    def _plan_snapshot(self, seq: Sequence, end: int) -> None:
+        slot = self.blocks.states.try_take_host()
+        if slot is None:
+            return
+        assert self._step is not None
+        assert seq.state_slot is not None
+        self._step.moves_after.append(Move("state", "device", "host", seq.state_slot, slot))
+        self._pending_snapshots.append((seq, end, slot))
+        self.stats.num_snapshots += 1
+
+    # Preemption
+
+    def _try_preempt_for(self, seq: Sequence) -> bool:
+        """Send the youngest sequence younger than ``seq`` and not in the step back to waiting."""
+        assert self._step is not None
+        self._is_short = True
+        # A prefill can wait for decodes to end, as long as anything runs at all.
+        if self._step.chunks and not seq.is_decoding:
+            return False
+        for victim in reversed(self._running):
+            if victim is seq:
+                return False
+            if victim not in self._scheduled and not victim.is_reserved:
+                self._preempt(victim)
+                return True
+        return False
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        if self.config.preemption == "offload" and self.blocks.try_offload(seq):
+            self.stats.num_offloads += 1
+        else:
+            self.blocks.release(seq)
+            seq.num_computed_tokens = seq.cached_until = 0
+            seq.wanted_ends = ()
+        insort(self._waiting, seq, key=_age)
+
+    # Admission
+
+    def _admit_waiting(self) -> None:
+        """Fill the step with waiting sequences, oldest first; a head that does not fit is passed at times."""
+        index = 0
+        while index < min(len(self._waiting), ADMISSION_LOOKAHEAD):
+            if self._budget == 0 or len(self._running) == self.config.max_num_seqs:
+                return
+            if self._try_admit(self._waiting[index]):
+                del self._waiting[index]
+                if index > 0:
+                    self._waiting[0].num_bypasses += 1
+            else:
+                index += 1
+            if index > 0 and self._waiting[0].num_bypasses >= self.config.max_num_bypasses:
+                return
+
+    def _try_admit(self, seq: Sequence) -> bool:
+        num_available = self.blocks.num_available_blocks
+        # Looking the prefix up again is worth it only when there is more room than the last time.
+        if self._running and num_available <= seq.num_available_when_blocked:
+            return False
+        plan = None if seq.is_offloaded else self._plan_reuse(seq)
+        start = seq.num_computed_tokens if plan is None else plan.start
+        ends = seq.wanted_ends if plan is None else plan.wanted_ends
+        end = min(start + self._budget, min((e for e in ends if e > start), default=seq.num_tokens))
+        is_reserved = seq.num_preemptions >= self.config.max_num_preemptions
+        nodes = seq.nodes if plan is None else plan.nodes
+        num_blocks = num_blocks_for(max(end, seq.cached_until if plan is None else plan.cached_until))
+        if is_reserved:
+            num_blocks = max(num_blocks, num_blocks_for(seq.max_total_tokens - 1))
+        if not self.blocks.can_hold(nodes, num_blocks, self._watermark if self._running else 0):
+            seq.num_available_when_blocked = num_available
+            return False
+        self._admit(seq, plan, num_blocks * KV_BLOCK_SIZE)
+        seq.is_reserved = is_reserved
+        self._append_chunk(seq, end, is_fresh=plan is not None and plan.snapshot is None)
+        return True
+
+    def _plan_reuse(self, seq: Sequence) -> ReusePlan:
+        max_hit = self._reuse.max_hit(seq.num_tokens, seq.num_prompt_tokens)
+        return self._reuse.decide(
+            self.blocks.match_prefix(seq.token_ids, max_hit),
+            seq.prefix_ends,
+            num_tokens=seq.num_tokens,
+            num_prompt_tokens=seq.num_prompt_tokens,
+        )
+
+    def _admit(self, seq: Sequence, plan: ReusePlan | None, num_tokens: int) -> None:
+        if plan is None:
+            self.blocks.resume(seq)
+        else:
+            self.blocks.start(seq, plan.nodes, plan.snapshot)
+            seq.num_computed_tokens = plan.start
+            seq.cached_until = plan.cached_until
+            seq.wanted_ends = plan.wanted_ends
+            if plan.nodes:
+                plan.nodes[-1].note_hit_end(seq.seq_id)
+            if seq.num_preemptions == 0:
+                seq.num_cached_tokens = plan.start
+                self.stats.num_cached_tokens += plan.start
+                self.stats.num_prompt_tokens += seq.num_prompt_tokens
+        self.blocks.grow(seq, num_tokens)
+        seq.num_available_when_blocked = -1
+        seq.status = SequenceStatus.RUNNING
+        insort(self._running, seq, key=_age)
+
+    # Self-check
+
+    def check_integrity(self) -> None:
+        """Queues, sequences, blocks and slots agree. May be called at any moment between two calls."""
+        assert all(seq.status is SequenceStatus.RUNNING for seq in self._running)
+        assert all(seq.status is SequenceStatus.WAITING for seq in self._waiting)
+        for queue in (self._running, self._waiting):
+            ages = [seq.seq_id for seq in queue]
+            assert ages == sorted(set(ages)), "a queue is out of order or holds a sequence twice"
+        for seq in self._running:
+            assert seq.state_slot is not None
+            assert not seq.is_offloaded
+            assert num_blocks_for(seq.num_computed_tokens) <= len(seq.block_table)
+            assert seq.num_preemptions <= self.config.max_num_preemptions
+        for seq in self._waiting:
+            assert seq.state_slot is None
+            assert not seq.block_table
+            assert seq.is_offloaded or not (seq.nodes or seq.num_computed_tokens)
+        pending = [slot for _, _, slot in self._pending_snapshots]
+        self.blocks.check_integrity((*self._running, *self._waiting), pending)

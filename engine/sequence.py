@@ -62,6 +62,7 @@ class Sequence:
     num_recomputed_tokens: int = 0
     num_replayed_tokens: int = 0
     num_bypasses: int = 0
+    num_available_when_blocked: int = -1
     num_tokens_ever_computed: int = 0
 
     @classmethod
