@@ -24,7 +24,9 @@ texts = st.text(max_size=12) | st.sampled_from(
 ids_of_text = texts.map(lambda text: TOKENIZER.encode(text, add_special_tokens=False).ids)
 any_ids = st.lists(st.integers(0, TOKENIZER.get_vocab_size() + 5), max_size=12)
 broken_utf8 = st.lists(st.sampled_from(SINGLE_BYTES), max_size=12)
-id_lists = st.lists(ids_of_text | any_ids | broken_utf8, max_size=4).map(lambda parts: sum(parts, []))
+id_lists = st.lists(ids_of_text | any_ids | broken_utf8, max_size=4).map(
+    lambda parts: [i for part in parts for i in part]
+)
 
 
 def push_all(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[str, IncrementalDetokenizer]:

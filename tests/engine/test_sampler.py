@@ -227,7 +227,7 @@ def test_the_callers_logits_are_left_alone() -> None:
 def test_broken_logits_end_the_engine(bad: float) -> None:
     logits = random_logits(3)
     logits[1, 17] = bad
-    with pytest.raises(EngineDead, match="a.parquet#1"):
+    with pytest.raises(EngineDead, match=r"a\.parquet#1"):
         Sampler(VOCAB, 0).sample(logits, [make_row(SamplingParams(), i) for i in range(3)])
 
 

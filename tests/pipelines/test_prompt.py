@@ -1,0 +1,199 @@
+"""Rows to requests: three kinds of prompt, per-row parameters, and a code for everything refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from engine import ConfigError, RequestRejected, SamplingParams
+from pipelines.chat import ChatOptions
+from pipelines.prompt import PromptRenderer, build_renderer
+
+BARD = Path(__file__).resolve().parents[2] / "examples" / "bard" / "model"
+TOKENIZER = Tokenizer.from_file(str(BARD / "tokenizer.json"))
+BOS, USER, ASSISTANT, END_THINK = 0, 5, 6, 8
+JOB = SamplingParams(temperature=0.5, top_k=7, stop=("x",), seed=3)
+
+
+def build(model: Path = BARD, **options: Any) -> PromptRenderer:
+    return build_renderer(model, JOB, ChatOptions(thinking=False), **options)
+
+
+RENDERER = build()
+
+
+def rejection(row: dict[str, Any], renderer: PromptRenderer = RENDERER) -> RequestRejected:
+    with pytest.raises(RequestRejected) as caught:
+        renderer.render(row, "a.parquet#0")
+    return caught.value
+
+
+@pytest.fixture
+def model_copy(tmp_path: Path) -> Path:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(BARD / name, tmp_path / name)
+    return tmp_path
+
+
+def test_text_becomes_ids_with_one_bos() -> None:
+    request = RENDERER.render({"prompt": "To be, or not", "other": 1}, "a.parquet#4")
+    assert request.request_id == "a.parquet#4"
+    assert request.prompt_token_ids == [BOS, *TOKENIZER.encode("To be, or not").ids]
+    assert request.sampling == JOB
+
+
+def test_a_bos_in_the_text_is_not_doubled() -> None:
+    written = RENDERER.render({"prompt": "<｜begin▁of▁sentence｜>To be"}, "r")
+    assert written.prompt_token_ids == RENDERER.render({"prompt": "To be"}, "r").prompt_token_ids
+
+
+def test_a_bos_that_the_tokenizer_adds_is_not_doubled(model_copy: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model_copy / "tokenizer.json"))
+    bos = "<｜begin▁of▁sentence｜>"
+    tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, BOS)])
+    tokenizer.save(str(model_copy / "tokenizer.json"))
+    renderer = build(model_copy)
+    for row in ({"prompt": "To be"}, {"messages": [{"role": "user", "content": "To be"}]}):
+        assert renderer.render(row, "r").prompt_token_ids == RENDERER.render(row, "r").prompt_token_ids
+
+
+def test_messages_become_the_chat_form() -> None:
+    request = RENDERER.render({"messages": [{"role": "user", "content": "To be"}]}, "r")
+    assert request.prompt_token_ids == [BOS, USER, *TOKENIZER.encode("To be").ids, ASSISTANT, END_THINK]
+
+
+def test_token_ids_are_taken_as_they_are() -> None:
+    assert RENDERER.render({"prompt_token_ids": [9, 4095, 9]}, "r").prompt_token_ids == [9, 4095, 9]
+
+
+def test_a_template_of_the_job_is_used(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    renderer = build(template=str(tmp_path / "chat.jinja"))
+    messages = {"messages": [{"role": "user", "content": "To be"}]}
+    assert renderer.render(messages, "r") == RENDERER.render({"prompt": "To be"}, "r")
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"prompt": None}, "null_prompt"),
+        ({"messages": None}, "null_prompt"),
+        ({"prompt_token_ids": None}, "null_prompt"),
+        ({"prompt": 3}, "bad_prompt_type"),
+        ({"prompt": ["a"]}, "bad_prompt_type"),
+        ({"messages": "hi"}, "bad_prompt_type"),
+        ({"prompt_token_ids": 3}, "bad_prompt_type"),
+        ({"prompt": ""}, "empty_prompt"),
+        ({"prompt": b""}, "empty_prompt"),
+        ({"messages": []}, "empty_prompt"),
+        ({"prompt_token_ids": []}, "empty_prompt"),
+        ({"prompt": b"\xff\xfe"}, "not_utf8"),
+        ({"prompt": "\ud800"}, "not_utf8"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "not_utf8"),
+        ({"prompt_token_ids": [4096]}, "bad_token_id"),
+        ({"prompt_token_ids": [-1]}, "bad_token_id"),
+        ({"prompt_token_ids": [None]}, "bad_token_id"),
+        ({"prompt_token_ids": [True]}, "bad_token_id"),
+        ({"messages": [{"role": "ghost", "content": "x"}]}, "bad_messages"),
+    ],
+)
+def test_every_bad_prompt_has_a_code(row: dict[str, Any], code: str) -> None:
+    assert rejection(row).code == code
+
+
+def test_bytes_that_are_utf8_are_text() -> None:
+    assert RENDERER.render({"prompt": "né".encode()}, "r") == RENDERER.render({"prompt": "né"}, "r")
+
+
+def test_c03_an_over_long_prompt_names_its_length_and_the_limit() -> None:
+    renderer = build(max_model_len=16)
+    assert len(renderer.render({"prompt_token_ids": [9] * 15}, "r").prompt_token_ids) == 15
+    error = rejection({"prompt_token_ids": [9] * 16}, renderer)
+    assert error.code == "prompt_too_long"
+    assert "16 tokens" in error.message
+    assert "limit is 15" in error.message
+
+
+def test_a_length_beyond_the_models_own_is_bounded_by_it() -> None:
+    assert rejection({"prompt_token_ids": [9] * 8192}, build(max_model_len=10**6)).code == "prompt_too_long"
+
+
+def test_columns_override_the_jobs_parameters() -> None:
+    row = {
+        "prompt": "x",
+        "temperature": 1,
+        "top_k": None,
+        "max_tokens": 12.0,
+        "stop": "end",
+        "stop_token_ids": [4, 5],
+        "ignore_eos": True,
+        "seed": 9,
+    }
+    expected = SamplingParams(
+        temperature=1.0,
+        top_k=7,
+        max_tokens=12,
+        stop=("end",),
+        stop_token_ids=(4, 5),
+        ignore_eos=True,
+        seed=9,
+    )
+    assert RENDERER.render(row, "r").sampling == expected
+    assert type(RENDERER.render(row, "r").sampling.temperature) is float
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0.0),
+        ("top_k", 1.5),
+        ("max_tokens", 0),
+        ("n", "two"),
+        ("ignore_eos", 1),
+        ("stop", [""]),
+        ("stop", 4),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", [-1]),
+    ],
+)
+def test_a_bad_parameter_names_its_column_and_value(column: str, value: object) -> None:
+    error = rejection({"prompt": "x", column: value})
+    assert error.code == "bad_sampling_param"
+    assert column in error.message
+    assert repr(value).strip("[]") in error.message
+
+
+def test_a_row_without_a_prompt_column_is_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="exactly one of"):
+        RENDERER.render({"text": "x"}, "r")
+
+
+def test_a_model_folder_that_lacks_a_file_is_refused(model_copy: Path) -> None:
+    (model_copy / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        build(model_copy)
+    (model_copy / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        build(model_copy)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model": {}}'])
+def test_a_damaged_tokenizer_is_refused(model_copy: Path, content: str) -> None:
+    (model_copy / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        build(model_copy)
+
+
+def test_a_config_without_a_vocabulary_is_refused(model_copy: Path) -> None:
+    (model_copy / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 4}}))
+    with pytest.raises(ConfigError, match="vocab_size"):
+        build(model_copy)
