@@ -81,11 +81,16 @@ SAMPLING_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(SamplingParams))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One row as the engine sees it. ``request_id`` is the row id and keys the row's randomness."""
+    """One row as the engine sees it. ``request_id`` is the row id and keys the row's randomness.
+
+    ``prefix_ends``: prompt positions where other rows are known to part from this one; a hint to the
+    prefix cache, never a change of the answer.
+    """
 
     request_id: str
     prompt_token_ids: SequenceOf[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    prefix_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.errors import ConfigError
+
 KV_BLOCK_SIZE = 64
 """Tokens in one KV block: 32 compressed entries at ratio 2, 64 at ratio 1."""
 
@@ -44,3 +46,64 @@ class EngineConfig:
     max_num_preemptions: int = 3
     gpu_memory_utilization: float = 0.9
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """What one rank really runs with; nothing is "auto" any more. Recorded beside the output."""
+
+    model: str
+    dtype: Literal["float32", "bfloat16"]
+    device: Literal["cpu", "cuda"]
+    activation_quantisation: Literal["release", "row", "none"]
+    cache_quantisation: Literal["release", "none"]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_kv_blocks: int
+    num_host_kv_blocks: int
+    num_host_states: int
+    enable_prefix_caching: bool
+    decoder_prefill: Literal["exact", "bounded", "full"]
+    preemption: Literal["offload", "recompute"]
+    max_num_preemptions: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """What the numbers of blocks follow from. ``cache_bytes`` is what blocks may take on the device."""
+
+    num_bytes_per_block: int
+    num_bytes_per_state: int
+    cache_bytes: int
+
+
+def resolve_max_model_len(config: EngineConfig, *, model_max_len: int) -> int:
+    """The asked length, or the model's own. Raises ``ConfigError`` beyond it."""
+    if config.max_model_len > model_max_len:
+        raise ConfigError(f"engine.max_model_len {config.max_model_len} exceeds the model's {model_max_len}")
+    return config.max_model_len or model_max_len
+
+
+def resolve_block_counts(config: EngineConfig, facts: MemoryFacts, *, max_model_len: int) -> tuple[int, int, int]:
+    """(device blocks, host blocks, host states) from the asked numbers or the memory there is.
+
+    More blocks than ``max_num_seqs`` sequences of full length are never taken. Raises
+    ``ConfigError`` when memory does not hold one sequence of full length.
+    """
+    blocks_per_seq = -(-max_model_len // KV_BLOCK_SIZE)
+    num_blocks = config.num_kv_blocks
+    if num_blocks == 0:
+        num_blocks = min(blocks_per_seq * config.max_num_seqs, facts.cache_bytes // max(facts.num_bytes_per_block, 1))
+        if num_blocks < blocks_per_seq:
+            raise ConfigError(
+                f"{facts.cache_bytes} bytes for the KV cache hold {num_blocks} blocks; one sequence of "
+                f"{max_model_len} tokens needs {blocks_per_seq}: lower engine.max_model_len"
+            )
+    # A quarter of the host's budget keeps states (one serves a whole prefix), the rest keeps blocks.
+    fitting_states = config.host_memory_bytes // 4 // max(facts.num_bytes_per_state, 1)
+    num_states = config.num_host_states or min(4 * config.max_num_seqs, fitting_states)
+    fitting_blocks = config.host_memory_bytes * 3 // 4 // max(facts.num_bytes_per_block, 1)
+    num_host_blocks = config.num_host_kv_blocks or min(4 * num_blocks, fitting_blocks)
+    return num_blocks, num_host_blocks, num_states

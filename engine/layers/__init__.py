@@ -1,0 +1,1 @@
+"""The model's building blocks: each layer owns its weights and calls public ops of ``kernels``."""

@@ -1,0 +1,298 @@
+"""ScheduledBatch to BatchInputs: the packed index tensors of one step.
+
+All sequences of a step share one packed row axis. Every index a layer needs (which rows it runs,
+which window rows and ring slots they read, which compression groups they complete, where entries
+go) is computed here on the host, so that layers only gather. It never looks at activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import KV_BLOCK_SIZE
+from engine.layer_rows import LayerRows, ModelShape
+from engine.layers.ngrams import NgramTables
+from engine.scheduler import ScheduledBatch, ScheduledChunk
+
+ROW_PADDING = 32
+"""Packed rows are padded to a multiple of this, so that vector kernels never meet a ragged tail."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSet:
+    """The rows of some layers' input or output. Rows from ``num_rows`` on are padding (position 0)."""
+
+    num_rows: int
+    first: np.ndarray  # [num_chunks] first absolute row of each chunk; >= its end where it has none
+    offset: np.ndarray  # [num_chunks] packed index of that row
+    host_positions: np.ndarray  # [num_padded]
+    host_chunks: np.ndarray  # [num_padded] index of the row's chunk
+    positions: Tensor  # [num_padded] int64
+    chunks: Tensor  # [num_padded] int64
+
+    @property
+    def num_padded(self) -> int:
+        """Rows with padding."""
+        return len(self.host_positions)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowInputs:
+    """Where window keys come from: ``cat(history, the layer's own input rows)``, and what the ring keeps."""
+
+    history_rows: Tensor  # [num_chunks * (window - 1)] flat ring rows
+    key_rows: Tensor  # [num_output_rows, window] into the concatenation
+    is_valid: Tensor  # [num_output_rows, window] bool
+    ring_sources: Tensor  # [n] input rows that the ring keeps
+    ring_targets: Tensor  # [n] flat ring rows
+
+
+@dataclass(frozen=True, slots=True)
+class CompressInputs:
+    """Groups that complete in this step: rows of ``cat(open groups, the layer's input rows)``."""
+
+    open_rows: Tensor  # [num_chunks * (ratio - 1)] flat rows of the open-group state
+    group_rows: Tensor  # [num_groups, ratio]; padded to a multiple of ROW_PADDING
+    group_positions: Tensor  # [num_groups] position of the group's first token
+    entry_slots: Tensor  # [num_groups] pool slot, -1 = do not write
+    open_sources: Tensor  # [n] input rows that stay open
+    open_targets: Tensor  # [n] flat rows of the open-group state
+
+
+@dataclass(frozen=True, slots=True)
+class SelectInputs:
+    """What a query may select from."""
+
+    num_visible: Tensor  # [num_output_rows] int64 entries visible to the row
+    chunks: Tensor  # [num_output_rows] int64
+    host_num_visible: np.ndarray
+    host_chunks: np.ndarray
+    block_tables: Tensor  # [num_chunks, max_blocks] int64
+    entries_per_block: int
+
+    def slots(self, entries: Tensor, chunks: Tensor) -> Tensor:
+        """Pool slots of entry numbers: entries [n, k] of the chunks [n]; out-of-table blocks read block 0."""
+        blocks = torch.div(entries, self.entries_per_block, rounding_mode="floor")
+        tables = self.block_tables[chunks]
+        found = tables.gather(1, blocks.clamp(0, tables.shape[1] - 1))
+        return found * self.entries_per_block + entries % self.entries_per_block
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """One layer's share of the step."""
+
+    rows: RowSet  # input
+    output_rows: RowSet
+    keep: Tensor | None  # [output num_padded] into the input rows; None where nothing is cut
+
+
+class BatchInputs:
+    """One step's tensors; index sets are built once per distinct set of rows."""
+
+    def __init__(
+        self, batch: ScheduledBatch, shape: ModelShape, tables: NgramTables | None, device: torch.device
+    ) -> None:
+        self.device = device
+        self._chunks = batch.chunks
+        self._window = shape.window
+        self._tables = tables
+        self._starts = np.array([c.start for c in batch.chunks], dtype=np.int64)
+        self._ends = np.array([c.end for c in batch.chunks], dtype=np.int64)
+        self._slots = np.array([c.seq.state_slot for c in batch.chunks], dtype=np.int64)
+        self._cached = np.array([c.cached_until for c in batch.chunks], dtype=np.int64)
+        self._rows: list[LayerRows] = [c.layer_rows(shape) for c in batch.chunks]
+        self._row_sets: dict[tuple[int, ...], RowSet] = {}
+        self._windows: dict[tuple[object, ...], WindowInputs] = {}
+        self._compress: dict[tuple[object, ...], CompressInputs] = {}
+        self._selects: dict[tuple[object, ...], SelectInputs] = {}
+        self.layers = [self._layer_inputs(layer) for layer in range(shape.num_layers)]
+
+    @property
+    def first_rows(self) -> RowSet:
+        """The rows whose embeddings enter layer 0."""
+        return self.layers[0].rows
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        """[num_padded] int64 ids of ``first_rows``."""
+        rows = self.first_rows
+        ids = np.zeros(rows.num_padded, dtype=np.int64)
+        for index, chunk in enumerate(self._chunks):
+            first = rows.first[index]
+            if first < chunk.end:
+                begin = rows.offset[index]
+                ids[begin : begin + chunk.end - first] = chunk.seq.token_ids[first : chunk.end]
+        return self._upload(ids)
+
+    @cached_property
+    def sample_rows(self) -> Tensor:
+        """Rows of the last layer's output whose logits are wanted, in chunk order, padded with row 0."""
+        rows = self.layers[-1].output_rows
+        wanted = [rows.offset[i] + c.end - 1 - rows.first[i] for i, c in enumerate(self._chunks) if c.samples]
+        return self._upload(np.array(wanted + [0] * (-len(wanted) % ROW_PADDING), dtype=np.int64))
+
+    @property
+    def sample_chunks(self) -> list[ScheduledChunk]:
+        """The chunks of ``sample_rows``."""
+        return [c for c in self._chunks if c.samples]
+
+    def ngram_classes(self, rows: RowSet) -> Tensor:
+        """[num_padded, N] int64 classes of each row's last N tokens, newest first; pad past the start."""
+        assert self._tables is not None, "the model has no engram layer"
+        size = self._tables.multipliers.shape[1]
+        classes = np.full((rows.num_padded, size), self._tables.pad_class, dtype=np.int64)
+        for index, chunk in enumerate(self._chunks):
+            first, end = int(rows.first[index]), chunk.end
+            if first >= end:
+                continue
+            begin = rows.offset[index]
+            history = max(0, first - size + 1)
+            known = self._tables.token_classes[np.asarray(chunk.seq.token_ids[history:end], dtype=np.int64)]
+            for back in range(size):
+                low = max(first, back)
+                if low < end:
+                    target = classes[begin + low - first : begin + end - first, back]
+                    target[:] = known[low - back - history : end - back - history]
+        return self._upload(classes)
+
+    def has_window_rows(self, layer: int) -> bool:
+        """Whether any row's window KV at this layer is read later or now."""
+        return any(c.end > r.first_window[layer] for c, r in zip(self._chunks, self._rows, strict=True))
+
+    def window_inputs(self, layer: int) -> WindowInputs:
+        """Window indices of a layer."""
+        inputs = self.layers[layer]
+        floors = np.array([r.first_window[layer] for r in self._rows], dtype=np.int64).clip(min=0)
+        key = (id(inputs.rows), id(inputs.output_rows), floors.tobytes())
+        if key not in self._windows:
+            self._windows[key] = self._build_window(inputs.rows, inputs.output_rows, floors)
+        return self._windows[key]
+
+    def compress_inputs(self, layer: int, ratio: int) -> CompressInputs:
+        """Completed and open groups of a KV source."""
+        rows = self.layers[layer].rows
+        key = (id(rows), ratio)
+        if key not in self._compress:
+            self._compress[key] = self._build_compress(rows, ratio)
+        return self._compress[key]
+
+    def select_inputs(self, layer: int, ratio: int) -> SelectInputs:
+        """Visible entries of a layer's output rows."""
+        rows = self.layers[layer].output_rows
+        key = (id(rows), ratio)
+        if key not in self._selects:
+            visible = (rows.host_positions + 1) // ratio
+            visible[rows.num_rows :] = 0
+            self._selects[key] = SelectInputs(
+                self._upload(visible),
+                rows.chunks,
+                visible,
+                rows.host_chunks,
+                self._block_tables,
+                KV_BLOCK_SIZE // ratio,
+            )
+        return self._selects[key]
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+    @cached_property
+    def _block_tables(self) -> Tensor:
+        width = max(len(c.seq.block_table) for c in self._chunks)
+        tables = np.zeros((len(self._chunks), max(width, 1)), dtype=np.int64)
+        for index, chunk in enumerate(self._chunks):
+            tables[index, : len(chunk.seq.block_table)] = chunk.seq.block_table
+        return self._upload(tables)
+
+    def _layer_inputs(self, layer: int) -> LayerInputs:
+        rows = self._row_set([r.first_input[layer] for r in self._rows])
+        output = self._row_set([r.first_output[layer] for r in self._rows])
+        if output is rows:
+            return LayerInputs(rows, output, None)
+        keep = np.zeros(output.num_padded, dtype=np.int64)
+        n = output.num_rows
+        chunks = output.host_chunks[:n]
+        keep[:n] = rows.offset[chunks] + output.host_positions[:n] - rows.first[chunks]
+        return LayerInputs(rows, output, self._upload(keep))
+
+    def _row_set(self, firsts: list[int]) -> RowSet:
+        first = np.minimum(np.maximum(np.array(firsts, dtype=np.int64), self._starts), self._ends)
+        key = tuple(first.tolist())
+        if key not in self._row_sets:
+            counts = self._ends - first
+            offset = np.cumsum(counts) - counts
+            num_rows = int(counts.sum())
+            padded = -(-num_rows // ROW_PADDING) * ROW_PADDING
+            chunks = np.repeat(np.arange(len(counts)), counts)
+            # Padding rows name the last real chunk, so that a tile of one sequence stays one.
+            chunks = np.pad(chunks, (0, padded - num_rows), mode="edge") if num_rows else chunks
+            positions = np.zeros(padded, dtype=np.int64)
+            positions[:num_rows] = np.arange(num_rows) - np.repeat(offset - first, counts)
+            self._row_sets[key] = RowSet(
+                num_rows, first, offset, positions, chunks, self._upload(positions), self._upload(chunks)
+            )
+        return self._row_sets[key]
+
+    def _build_window(self, rows: RowSet, output: RowSet, floors: np.ndarray) -> WindowInputs:
+        reach = self._window - 1
+        num_history = len(self._chunks) * reach
+        history = rows.first[:, None] - reach + np.arange(reach)
+        history_rows = self._slots[:, None] * self._window + np.maximum(history, 0) % self._window
+        chunks = output.host_chunks
+        key = output.host_positions[:, None] - reach + np.arange(self._window)
+        from_history = chunks[:, None] * reach + key - (rows.first[chunks, None] - reach)
+        from_input = num_history + rows.offset[chunks, None] + key - rows.first[chunks, None]
+        is_valid = key >= floors[chunks, None]
+        is_valid[output.num_rows :] = False
+        key_rows = np.where(key >= rows.first[chunks, None], from_input, from_history)
+        n = rows.num_rows
+        position, chunk = rows.host_positions[:n], rows.host_chunks[:n]
+        sources = np.flatnonzero(position >= self._ends[chunk] - self._window)
+        targets = self._slots[chunk[sources]] * self._window + position[sources] % self._window
+        return WindowInputs(
+            self._upload(history_rows.reshape(-1)),
+            self._upload(np.where(is_valid, key_rows, 0)),
+            self._upload(is_valid),
+            self._upload(sources),
+            self._upload(targets),
+        )
+
+    def _build_compress(self, rows: RowSet, ratio: int) -> CompressInputs:
+        stored = ratio - 1
+        # A group is this step's to write when its last token is: earlier ones are in the pool already.
+        first = np.maximum(self._starts, self._cached) // ratio
+        counts = np.maximum(self._ends // ratio - first, 0)
+        num_groups = int(counts.sum())
+        chunk = np.repeat(np.arange(len(counts)), counts)
+        group = np.arange(num_groups) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        token = group[:, None] * ratio + np.arange(ratio)
+        in_rows = token >= rows.first[chunk, None]
+        from_rows = len(self._chunks) * stored + rows.offset[chunk, None] + token - rows.first[chunk, None]
+        group_rows = np.where(in_rows, from_rows, chunk[:, None] * stored + token % ratio)
+        slots = [self._entry_slots(i, group[chunk == i], ratio) for i in range(len(counts))]
+        padding = -num_groups % ROW_PADDING
+        n = rows.num_rows
+        position, row_chunk = rows.host_positions[:n], rows.host_chunks[:n]
+        is_open = position >= (self._ends[row_chunk] // ratio) * ratio
+        sources = np.flatnonzero(is_open)
+        targets = self._slots[row_chunk[sources]] * stored + position[sources] % ratio
+        open_rows = self._slots[:, None] * stored + np.arange(stored)
+        return CompressInputs(
+            self._upload(open_rows.reshape(-1)),
+            self._upload(np.pad(group_rows, ((0, padding), (0, 0)))),
+            self._upload(np.pad(group * ratio, (0, padding))),
+            self._upload(np.pad(np.concatenate([*slots, np.empty(0, np.int64)]), (0, padding), constant_values=-1)),
+            self._upload(sources),
+            self._upload(targets),
+        )
+
+    def _entry_slots(self, index: int, groups: np.ndarray, ratio: int) -> np.ndarray:
+        per_block = KV_BLOCK_SIZE // ratio
+        table = np.asarray(self._chunks[index].seq.block_table, dtype=np.int64)
+        return table[groups // per_block] * per_block + groups % per_block

@@ -1,0 +1,189 @@
+"""LLMEngine: add_request / step / abort. One loop owns it; schedule, run, sample, update.
+
+It joins the scheduler (counts), the runner (tensors), the sampler and the completions; each of them
+knows only its own part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from engine.api import Completion, EngineStats, FinishReason, Request, RequestOutput
+from engine.completion import CompletionBuilder
+from engine.config import EngineConfig, ResolvedConfig
+from engine.detokenizer import TokenBytes
+from engine.errors import ConfigError, EngineDead, RequestRejected
+from engine.model_runner import ModelRunner
+from engine.models.deepseek_v41_config import load_model_config
+from engine.sampler import SampledTokens, Sampler, SamplingRow
+from engine.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
+from engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """A request's sequences, one a sample, and what has finished of them."""
+
+    request: Request
+    sequences: list[Sequence]
+    builders: list[CompletionBuilder]
+    completions: list[Completion] = field(default_factory=list)
+
+
+class LLMEngine:
+    """The ``Engine`` protocol on one rank."""
+
+    def __init__(self, runner: ModelRunner, tokenizer: Tokenizer) -> None:
+        resolved = runner.resolved
+        self.resolved: ResolvedConfig = resolved
+        self.runner = runner
+        self._eos_token_id = runner.model_config.eos_token_id
+        self._vocab_size = runner.model_config.vocab_size
+        self._token_bytes = TokenBytes(tokenizer)
+        self._sampler = Sampler(self._vocab_size, resolved.seed)
+        layout = runner.layout
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_model_len=resolved.max_model_len,
+                max_num_seqs=resolved.max_num_seqs,
+                max_num_batched_tokens=resolved.max_num_batched_tokens,
+                num_kv_blocks=resolved.num_kv_blocks,
+                num_host_blocks=resolved.num_host_kv_blocks,
+                num_host_states=resolved.num_host_states,
+                enable_prefix_caching=resolved.enable_prefix_caching,
+                decoder_prefill=resolved.decoder_prefill,
+                preemption=resolved.preemption,
+                max_num_preemptions=resolved.max_num_preemptions,
+                snapshot_cost_tokens=-(-layout.num_bytes_per_state * 64 // max(layout.num_bytes_per_block, 1)) or 1,
+            ),
+            runner.shape,
+        )
+        self._requests: dict[str, _RequestState] = {}
+        self._next_seq_id = 0
+
+    @classmethod
+    def build(cls, config: EngineConfig) -> LLMEngine:
+        """Load the model folder and size the caches. Raises ``ConfigError``."""
+        model_config = load_model_config(config.model)
+        tokenizer_path = Path(config.model) / "tokenizer.json"
+        if not tokenizer_path.is_file():
+            raise ConfigError(f"model folder {config.model} has no tokenizer.json")
+        tokenizer = Tokenizer.from_file(str(tokenizer_path))
+        return cls(ModelRunner(config, model_config, tokenizer), tokenizer)
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request, one sequence a sample. Raises ``RequestRejected`` and keeps nothing of it."""
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id} is in the engine already")
+        outside = next((t for t in request.prompt_token_ids if not 0 <= t < self._vocab_size), None)
+        if outside is not None:
+            raise RequestRejected("bad_token_id", f"token id {outside} is outside 0..{self._vocab_size - 1}")
+        sampling = request.sampling
+        sequences = []
+        for index in range(sampling.n):
+            seq = Sequence.build(
+                request, sample_index=index, seq_id=self._next_seq_id, max_model_len=self.resolved.max_model_len
+            )
+            self._next_seq_id += 1
+            # All samples are alike to admission: either the first is refused, or none is.
+            self.scheduler.add(seq, request.prefix_ends)
+            sequences.append(seq)
+        builders = [
+            CompletionBuilder(sampling, index=i, eos_token_id=self._eos_token_id, token_bytes=self._token_bytes)
+            for i in range(sampling.n)
+        ]
+        self._requests[request.request_id] = _RequestState(request, sequences, builders)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; an unknown id has finished already."""
+        state = self._requests.pop(request_id, None)
+        if state is not None:
+            done = {completion.index for completion in state.completions}
+            for seq in state.sequences:
+                if seq.sample_index not in done:
+                    self.scheduler.abort(seq)
+
+    def has_unfinished(self) -> bool:
+        """Whether anything waits or runs."""
+        return self.scheduler.has_unfinished()
+
+    def step(self) -> list[RequestOutput]:
+        """One batch. Raises ``EngineDead`` when the device fails; the engine is then unusable."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        try:
+            logits = self.runner.run(batch)
+            sampled = self._sampler.sample(logits, self._sampling_rows(batch))
+        except RuntimeError as error:
+            raise EngineDead(f"the step failed: {error}") from error
+        self.scheduler.finish_step(batch)
+        return self._update(batch, sampled)
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was built, and gauges of this moment."""
+        counters = self.scheduler.stats
+        return EngineStats(
+            num_steps=counters.num_steps,
+            num_prefill_tokens=counters.num_prefill_tokens,
+            num_decode_tokens=counters.num_decode_tokens,
+            num_cached_tokens=counters.num_cached_tokens,
+            num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_preemptions=counters.num_preemptions,
+            num_waiting=self.scheduler.num_waiting,
+            num_running=self.scheduler.num_running,
+            num_free_blocks=self.scheduler.num_free_blocks,
+            num_kv_blocks=self.resolved.num_kv_blocks,
+        )
+
+    def _sampling_rows(self, batch: ScheduledBatch) -> list[SamplingRow]:
+        rows = []
+        for chunk in batch.chunks:
+            if chunk.samples:
+                seq = chunk.seq
+                sampling = seq.request.sampling
+                rows.append(
+                    SamplingRow(
+                        params=sampling,
+                        request_id=seq.request.request_id,
+                        sample_index=seq.sample_index,
+                        position=seq.num_tokens,
+                        token_ids=None if sampling.repetition_penalty == 1.0 else seq.token_ids,
+                    )
+                )
+        return rows
+
+    def _update(self, batch: ScheduledBatch, sampled: SampledTokens) -> list[RequestOutput]:
+        outputs = []
+        sampling_chunks = [chunk for chunk in batch.chunks if chunk.samples]
+        for chunk, token_id, logprob, top in zip(sampling_chunks, *sampled, strict=True):
+            seq = chunk.seq
+            state = self._requests[seq.request.request_id]
+            builder = state.builders[seq.sample_index]
+            seq.append_token(token_id)
+            if builder.push(token_id, logprob, top):
+                reason = FinishReason.STOP
+            elif seq.num_tokens >= seq.max_total_tokens:
+                reason = FinishReason.LENGTH
+            else:
+                continue
+            self.scheduler.finish(seq)
+            state.completions.append(builder.build(reason))
+            if len(state.completions) == len(state.sequences):
+                outputs.append(_output(state))
+                del self._requests[seq.request.request_id]
+        return outputs
+
+
+def _output(state: _RequestState) -> RequestOutput:
+    first = state.sequences[0]
+    return RequestOutput(
+        request_id=state.request.request_id,
+        completions=tuple(sorted(state.completions, key=lambda completion: completion.index)),
+        num_prompt_tokens=first.num_prompt_tokens,
+        num_cached_tokens=first.num_cached_tokens,
+        num_preemptions=sum(seq.num_preemptions for seq in state.sequences),
+    )

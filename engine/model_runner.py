@@ -1,0 +1,128 @@
+"""One step on the device: moves, the forward pass, logits. Eager, one rank.
+
+It loads the model, sizes its memory and runs what the scheduler planned; it decides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from engine.batch import BatchInputs
+from engine.config import EngineConfig, MemoryFacts, ResolvedConfig, resolve_block_counts, resolve_max_model_len
+from engine.errors import ConfigError
+from engine.kv_cache import CacheLayout, KVCache
+from engine.layer_rows import ModelShape
+from engine.layers.linear import ActivationFormat
+from engine.layers.ngrams import build_ngram_tables
+from engine.models.deepseek_v41 import DeepseekV41Model, Trace
+from engine.models.deepseek_v41_config import DeepseekV41Config
+from engine.scheduler import ScheduledBatch
+
+CPU_CACHE_BYTES = 2 << 30
+"""What KV blocks may take on a CPU rank, which is for tests and demonstrations."""
+
+
+class ModelRunner:
+    """The model, its cache, and ``run``."""
+
+    def __init__(self, config: EngineConfig, model_config: DeepseekV41Config, tokenizer: Tokenizer) -> None:
+        device = _resolve_device(config)
+        self.device = torch.device(device)
+        if device == "cpu":
+            # One thread: a second one changes the order in which a product is summed.
+            torch.set_num_threads(1)
+        dtype = _resolve_dtype(config, model_config)
+        activations = config.activation_quantisation
+        if activations == "auto":
+            activations = "release" if model_config.is_quantised else "none"
+        self.model_config = model_config
+        self.shape = ModelShape(
+            num_layers=model_config.num_hidden_layers,
+            window=model_config.sliding_window,
+            decoder_start=model_config.decoder_start,
+        )
+        self._tables = build_ngram_tables(model_config, tokenizer) if model_config.engram_layer_ids else None
+        self.model = DeepseekV41Model(
+            config.model,
+            model_config,
+            self._tables,
+            dtype=getattr(torch, dtype),
+            device=self.device,
+            activations=ActivationFormat(activations),
+        )
+        layout = CacheLayout(model_config, config.cache_quantisation == "release", getattr(torch, dtype))
+        facts = MemoryFacts(
+            num_bytes_per_block=layout.num_bytes_per_block,
+            num_bytes_per_state=layout.num_bytes_per_state,
+            cache_bytes=self._cache_bytes(config, layout),
+        )
+        max_model_len = resolve_max_model_len(config, model_max_len=model_config.max_position_embeddings)
+        num_blocks, num_host_blocks, num_host_states = resolve_block_counts(config, facts, max_model_len=max_model_len)
+        self.resolved = ResolvedConfig(
+            model=config.model,
+            dtype=dtype,
+            device=device,
+            activation_quantisation=activations,
+            cache_quantisation=config.cache_quantisation,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_kv_blocks=num_blocks,
+            num_host_kv_blocks=num_host_blocks,
+            num_host_states=num_host_states,
+            enable_prefix_caching=config.enable_prefix_caching,
+            decoder_prefill=config.decoder_prefill,
+            preemption=config.preemption,
+            max_num_preemptions=config.max_num_preemptions,
+            seed=config.seed,
+        )
+        self.layout = layout
+        self.cache = KVCache(
+            layout,
+            num_blocks=num_blocks,
+            num_states=config.max_num_seqs,
+            num_host_blocks=num_host_blocks,
+            num_host_states=num_host_states,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch, trace: Trace | None = None) -> Tensor:
+        """Carry out the step; returns fp32 logits [num_samples, vocab] of the chunks that sample, in order."""
+        self.cache.apply(batch.moves_before)
+        logits = self.model.forward(BatchInputs(batch, self.shape, self._tables, self.device), self.cache, trace)
+        self.cache.apply(batch.moves_after)
+        return logits
+
+    def _cache_bytes(self, config: EngineConfig, layout: CacheLayout) -> int:
+        """Bytes for KV blocks: on a GPU what weights, rings and a step's scratch leave of the allowance."""
+        if self.device.type == "cpu":
+            return CPU_CACHE_BYTES
+        free, total = torch.cuda.mem_get_info(self.device)
+        model = self.model_config
+        # The residual streams in fp32, and the handful of their copies that a layer makes.
+        scratch = config.max_num_batched_tokens * model.hc_mult * model.hidden_size * 4 * 8
+        rings = config.max_num_seqs * layout.num_bytes_per_state
+        return int(free - (1 - config.gpu_memory_utilization) * total) - scratch - rings
+
+
+def _resolve_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device is cuda, but this machine has no usable GPU")
+    return config.device
+
+
+def _resolve_dtype(config: EngineConfig, model_config: DeepseekV41Config) -> Literal["float32", "bfloat16"]:
+    if config.dtype != "auto":
+        return config.dtype
+    if model_config.dtype == "float32":
+        return "float32"
+    if model_config.dtype == "bfloat16":
+        return "bfloat16"
+    raise ConfigError(f"the model's dtype is {model_config.dtype!r}: set engine.dtype to float32 or bfloat16")
