@@ -139,10 +139,10 @@ def _explain(error: ValidationError) -> Iterator[str]:
             wrong.setdefault(key, []).append(item["msg"].removeprefix("Value error, ").removeprefix("Input "))
             values[key] = item["input"]
     for key, messages in wrong.items():
-        if isinstance(values[key], Mapping):  # a rule of the whole section; it names the field and the value
-            yield f"{key}: {messages[0]}"
-        else:
+        if key in valid:
             yield f"{key} {' or '.join(messages)}, got {values[key]!r}"
+        else:  # a rule of the whole section, which names the field and the value itself
+            yield f"{key}: {messages[0]}"
 
 
 def _section_keys() -> dict[str, list[str]]:
@@ -169,7 +169,8 @@ def _check_keys(tree: Mapping[str, Any]) -> None:
     keys = _section_keys()
     for section, values in tree.items():
         if section not in keys:
-            raise ConfigError(_unknown_key(section))
+            names = [f"{section}.{name}" for name in values] if isinstance(values, Mapping) else []
+            raise ConfigError(_unknown_key(names[0] if names else section))
         if not isinstance(values, Mapping):
             known = ", ".join(keys[section])
             raise ConfigError(f"{section} must be a mapping with keys {known}, got {values!r}")

@@ -137,7 +137,7 @@ def override_sampling(job: SamplingParams, row: Mapping[str, object]) -> Samplin
 
 
 def _as_parameter(name: str, value: Any) -> Any:
-    """Bring a column's value to the parameter's type, where nothing is lost; the rest is for its own checks."""
+    """Bring a column's value to the parameter's type where nothing is lost; its own checks do the rest."""
     kinds = (_TYPES[name], *get_args(_TYPES[name]))
     if get_origin(_TYPES[name]) is tuple:
         if name == "stop" and isinstance(value, str):

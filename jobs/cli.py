@@ -1,0 +1,148 @@
+"""The commands: batch-generate and batch-prefill.
+
+Owns the flags, what is printed and the exit codes. It must not know how a job is run or where its state
+lies: it hands a checked JobConfig over and prints what comes back. Ray is imported only once a job runs,
+so that help, status and refusals are quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import sys
+from collections.abc import Sequence
+
+from engine import ConfigError
+from jobs.config import JobConfig, load_job
+from pipelines.report import JobStatus, read_status
+
+EXIT_REFUSED = 2
+
+EXIT_CODES = """\
+exit codes:
+  0   every shard is committed, with no more error rows than output.max_error_rate allows
+  1   anything else
+  2   refused: the config or the input is wrong; nothing was written
+  3   every shard is committed, with more error rows than output.max_error_rate allows
+  75  stopped cleanly; run the same command again to go on
+"""
+
+FLAGS = {
+    "--model": ("model.path", "M", "model folder (model.path)"),
+    "--input": ("input.path", "GLOB", "Parquet file, folder or glob (input.path)"),
+    "--output": ("output.path", "DIR", "output folder (output.path)"),
+    "--num-ranks": ("cluster.num_ranks", "N", "ranks; 0: one a GPU, or one on the CPU (cluster.num_ranks)"),
+}
+"""Shorthands: flag -> (the job's key, placeholder, help). Everything else goes by --set."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says the exit codes in every command's help, and takes no abbreviated flags."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flag set of batch-generate; a test pins it."""
+    parser = _Parser("batch-generate", "Parquet prompts in, Parquet completions out.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    text = "run a job, or go on with one that was stopped"
+    run = commands.add_parser("run", help=text, description=text)
+    run.add_argument("job", nargs="?", metavar="JOB.yaml", help="the job; may be left out: flags suffice")
+    for flag, (key, placeholder, text) in FLAGS.items():
+        kind = int if flag == "--num-ranks" else str
+        run.add_argument(flag, dest=key, metavar=placeholder, type=kind, help=text)
+    run.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any key, its value in YAML; repeatable",
+    )
+    text = "say how far the job of an output folder is"
+    status = commands.add_parser("status", help=text, description=text)
+    status.add_argument("output_dir", metavar="OUTPUT_DIR")
+    return parser
+
+
+def batch_generate(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``batch-generate``: returns the exit code."""
+    parsed = build_parser().parse_args(arguments)
+    try:
+        if parsed.command == "status":
+            print(format_status(read_status(parsed.output_dir)))
+            return 0
+        check_environment()
+        flags = {key: getattr(parsed, key) for key, _, _ in FLAGS.values()}
+        return _run(load_job(parsed.job, parsed.set, flags))
+    except ConfigError as error:
+        print(f"batch-generate: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+
+
+def batch_prefill(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``batch-prefill``, which has no command yet."""
+    parser = argparse.ArgumentParser(
+        prog="batch-prefill", description="Prefill whole corpora. This command comes with a later version."
+    )
+    parser.parse_known_args(arguments)
+    print(
+        "batch-prefill: this version has no prefill jobs; they come with a later one. "
+        "Use batch-generate to run prompts.",
+        file=sys.stderr,
+    )
+    return EXIT_REFUSED
+
+
+def _run(job: JobConfig) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from jobs.cluster import run_job
+
+    return run_job(job)
+
+
+def check_environment() -> None:
+    """Refuse an environment in which another distribution owns the import name ``kernels``."""
+    try:
+        found = importlib.metadata.distribution("kernels")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    raise ConfigError(
+        f"the distribution 'kernels' {found.version} is installed here and shadows this project's own "
+        "package of that name: use an environment without it"
+    )
+
+
+def format_status(status: JobStatus) -> str:
+    """A few lines for a terminal; the second is the equation that always holds."""
+    if status.is_finished:
+        state = "finished"
+    else:
+        state = "running" if status.is_running else "stopped; run the same command again to go on"
+    tally = status.tally
+    errors = ", ".join(f"{code} {count}" for code, count in sorted(tally.errors.items())) or "none"
+    return "\n".join(
+        [
+            f"{state}: {status.num_shards_committed} of {status.num_shards} shards committed, "
+            f"{status.num_rows_committed} of {status.num_rows} rows",
+            f"rows read {status.num_read} = ok {status.num_ok} + error {status.num_error} "
+            f"+ in flight {status.num_in_flight}",
+            f"last run: {status.num_reused} rows reused, {status.num_run} run; "
+            f"{status.num_runs} runs, {status.num_rank_deaths} ranks lost, {status.seconds:.1f} s in all",
+            f"errors: {errors}",
+            f"tokens: {tally.num_prompt_tokens} in, {tally.num_completion_tokens} out, "
+            f"{status.num_tokens_per_s:.1f} a second",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(batch_generate())

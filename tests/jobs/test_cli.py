@@ -1,0 +1,131 @@
+"""The commands as a shell sees them: flags, exit codes, one sentence for a refusal."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine import ConfigError
+from jobs import cli
+from jobs.config import JobConfig
+from pipelines.manifest import Tally
+from pipelines.report import JobStatus
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jobs.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.fixture
+def jobs_run(monkeypatch: pytest.MonkeyPatch) -> list[JobConfig]:
+    """The jobs that would have been run; each ends with exit code 75."""
+    jobs: list[JobConfig] = []
+    monkeypatch.setattr(cli, "_run", lambda job: jobs.append(job) or 75)
+    return jobs
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {name for action in parser._actions for name in action.option_strings or [action.dest]}
+
+
+def test_the_flag_set_is_pinned() -> None:
+    (commands,) = (a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert {name: flags_of(parser) for name, parser in commands.choices.items()} == {
+        "run": {"-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"},
+        "status": {"-h", "--help", "output_dir"},
+    }
+
+
+def test_run_hands_the_job_over_and_returns_its_code(jobs_run: list[JobConfig]) -> None:
+    flags = ["--model", "m", "--input", "i", "--output", "o", "--num-ranks", "2"]
+    assert cli.batch_generate(["run", *flags, "--set", "engine.dtype=float32", "--set", "sampling.n=2"]) == 75
+    (job,) = jobs_run
+    assert (job.model.path, job.input.path, job.output.path, job.cluster.num_ranks) == ("m", "i", "o", 2)
+    assert (job.engine.dtype, job.sampling.n) == ("float32", 2)
+
+
+def test_a_job_file_may_follow_the_flags(jobs_run: list[JobConfig], tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("model: {path: m}\ninput: {path: i}\noutput: {path: o}\n")
+    assert cli.batch_generate(["run", "--num-ranks", "3", str(file)]) == 75
+    assert jobs_run[0].cluster.num_ranks == 3
+
+
+def test_a_refused_config_is_one_sentence_and_exit_2(
+    jobs_run: list[JobConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.batch_generate(["run", "--set", "sampling.temprature=1"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "batch-generate: unknown key sampling.temprature: the nearest valid one is sampling.temperature"
+    ]
+    assert jobs_run == []
+
+
+def test_exit_codes_are_in_the_help_of_every_command() -> None:
+    for arguments in (["--help"], ["run", "--help"], ["status", "--help"]):
+        done = run_command(*arguments)
+        assert done.returncode == 0
+        for code in ("0 ", "1 ", "2 ", "3 ", "75 "):
+            assert f"\n  {code}" in done.stdout
+
+
+def test_a_wrong_flag_and_a_folder_without_a_job_exit_with_2(tmp_path: Path) -> None:
+    assert run_command("run", "--modle", "m").returncode == 2
+    done = run_command("status", str(tmp_path / "absent"))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_distribution_named_kernels_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    metadata = tmp_path / "kernels-0.9.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.9.0\n")
+    cli.check_environment()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.metadata.version("kernels") == "0.9.0"
+    with pytest.raises(ConfigError, match=r"'kernels' 0\.9\.0"):
+        cli.check_environment()
+
+
+def test_batch_prefill_says_that_it_comes_later(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.batch_prefill(["run", "job.yaml"]) == 2
+    assert "later" in capsys.readouterr().err
+
+
+def test_status_prints_the_equation() -> None:
+    status = JobStatus(
+        num_rows=10,
+        num_shards=4,
+        num_shards_committed=2,
+        num_rows_committed=4,
+        tally=Tally(num_ok=4, errors={"prompt_too_long": 1}, num_prompt_tokens=30, num_completion_tokens=10),
+        num_in_flight=3,
+        num_reused=1,
+        num_run=4,
+        num_runs=2,
+        num_rank_deaths=1,
+        seconds=8.0,
+        is_running=True,
+        environments=(),
+    )
+    assert cli.format_status(status).splitlines() == [
+        "running: 2 of 4 shards committed, 4 of 10 rows",
+        "rows read 8 = ok 4 + error 1 + in flight 3",
+        "last run: 1 rows reused, 4 run; 2 runs, 1 ranks lost, 8.0 s in all",
+        "errors: prompt_too_long 1",
+        "tokens: 30 in, 10 out, 5.0 a second",
+    ]

@@ -1,0 +1,153 @@
+"""A job from YAML and flags: defaults, precedence, and one sentence for each mistake."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from engine import ConfigError, EngineConfig, SamplingParams
+from jobs.config import JobConfig, engine_config, load_job, sampling_params
+
+PATHS = {"model.path": "m", "input.path": "in/*.parquet", "output.path": "out"}
+
+JOB_YAML = """
+model: {path: folder}
+input: {path: rows, rows_per_shard: 5}
+output: {path: results}
+chat:
+sampling: {temperature: 1, min_p: 1e-3, stop: [a, b]}
+engine: {dtype: float32}
+"""
+
+
+def refusal(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_job(path, overrides, {} if path else PATHS)
+    return str(caught.value)
+
+
+def test_flags_alone_suffice() -> None:
+    job = load_job(None, flags=PATHS)
+    assert (job.model.path, job.input.path, job.output.path) == ("m", "in/*.parquet", "out")
+    assert sampling_params(job) == SamplingParams()
+    assert engine_config(job) == EngineConfig(model="m")
+    assert (job.input.rows_per_shard, job.output.prefix, job.output.max_error_rate) == (1000, "", 0.05)
+    assert (job.cluster.num_ranks, job.cluster.address) == (0, None)
+    assert (job.chat.thinking, job.chat.reasoning_effort, job.chat.drop_thinking) == (True, "high", True)
+
+
+def test_a_file_is_overridden_by_flags_and_these_by_set(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB_YAML)
+    job = load_job(file, ["sampling.top_k=9", "model.path=last"], {"model.path": "flag", "input.path": None})
+    assert (job.model.path, job.input.path) == ("last", "rows")
+    assert job.engine == EngineConfig(model="last", dtype="float32")
+    assert job.sampling == SamplingParams(temperature=1.0, min_p=1e-3, stop=("a", "b"), top_k=9)
+    assert type(job.sampling.temperature) is float
+
+
+def test_the_jobs_seed_is_the_engines() -> None:
+    assert engine_config(load_job(None, flags=PATHS)).seed == 0
+    job = load_job(None, ["sampling.seed=12"], PATHS)
+    assert (engine_config(job).seed, sampling_params(job).seed) == (12, 12)
+
+
+def test_every_field_of_the_engine_and_of_sampling_can_be_set() -> None:
+    for section, kind in (("engine", EngineConfig), ("sampling", SamplingParams)):
+        for field in fields(kind):
+            if field.name not in ("model", "seed"):
+                message = refusal(f"{section}.{field.name}={{}}")
+                assert message.startswith(f"{section}.{field.name} should be")
+
+
+def test_a_job_survives_json() -> None:
+    job = load_job(None, ["sampling.stop=[a]", "chat.reasoning_effort=30"], PATHS)
+    assert JobConfig.model_validate_json(job.model_dump_json()) == job
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("sampling.temprature=1", "sampling.temperature"),
+        ("smapling.top_p=1", "sampling.top_p"),
+        ("max_tokens=4", "sampling.max_tokens"),
+        ("engine.max_seqs=4", "engine.max_num_seqs"),
+        ("cluster.ranks=2", "cluster.num_ranks"),
+        ("engine.temperature=2", "sampling.temperature"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(override: str, nearest: str) -> None:
+    key = override.partition("=")[0]
+    assert refusal(override) == f"unknown key {key}: the nearest valid one is {nearest}"
+
+
+def test_an_unknown_section_of_a_file_names_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("smapling: {top_p: 1}\n")
+    assert refusal(path=file) == "unknown key smapling.top_p: the nearest valid one is sampling.top_p"
+    file.write_text("smapling:\n")
+    assert refusal(path=file) == "unknown key smapling: the nearest valid one is sampling"
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("sampling.temperature=-1", ["sampling", "temperature", "-1"]),
+        ("sampling.temperature=true", ["sampling.temperature", "True"]),
+        ("sampling.top_k=1.5", ["sampling.top_k", "1.5"]),
+        ("sampling.stop=abc", ["sampling.stop", "'abc'"]),
+        ("sampling.seed=yes", ["sampling.seed", "True"]),
+        ("chat.reasoning_effort=medium", ["chat.reasoning_effort", "'low', 'high' or 'max'", "'medium'"]),
+        ("chat.reasoning_effort=101", ["chat.reasoning_effort", "101"]),
+        ("engine.dtype=fp8", ["engine.dtype", "'float32'", "'fp8'"]),
+        ("output.max_error_rate=2", ["output.max_error_rate", "2"]),
+        ("input.rows_per_shard=0", ["input.rows_per_shard", "0"]),
+        ("engine.model=x", ["set model.path instead"]),
+        ("engine.seed=1", ["set sampling.seed instead"]),
+        ("sampling={top_k: 1}", ["whole section sampling"]),
+        ("sampling", ["section.key=value", "'sampling'"]),
+        ("sampling.stop=[", ["--set sampling.stop", "not valid YAML"]),
+    ],
+)
+def test_a_wrong_value_is_named(override: str, parts: list[str]) -> None:
+    message = refusal(override)
+    assert "\n" not in message
+    assert [part for part in parts if part not in message] == []
+
+
+@pytest.mark.parametrize("section", ["model", "input", "output"])
+def test_a_missing_path_says_how_to_give_it(section: str) -> None:
+    flags = {key: value for key, value in PATHS.items() if not key.startswith(section)}
+    with pytest.raises(ConfigError, match=rf"{section}\.path is not set.*--{section}"):
+        load_job(None, flags=flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("- a", "mapping of sections"),
+        ("model: folder", "model must be a mapping"),
+        ("model: {path: a, path: b}", "given twice"),
+        ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("model: [", "not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    assert reason in refusal(path=file)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert "cannot read the job file" in refusal(path=tmp_path / "absent.yaml")
+
+
+def test_the_example_job_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.chdir(root)
+    job = load_job("examples/bard/job.yaml")
+    assert Path(job.model.path, "config.json").is_file()
+    assert Path(job.input.path).is_file()
+    assert job.cluster.num_ranks == 2
