@@ -9,13 +9,14 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 from engine.block_manager import BlockManager, Move, num_blocks_for
 from engine.config import KV_BLOCK_SIZE
 from engine.errors import RequestRejected
 from engine.layer_rows import DecoderPrefill, ModelShape
-from engine.prefix_cache import HashFunction, hash_block
+from engine.prefix_cache import HashFunction, PrefixNode, hash_block
 from engine.prefix_reuse import ReusePlan, ReusePolicy
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk, SchedulerStats
 from engine.sequence import Sequence, SequenceStatus
@@ -29,8 +30,8 @@ __all__ = [
     "SchedulerStats",
 ]
 
-ADMISSION_LOOKAHEAD = 16
-"""How far behind a head that does not fit the scheduler looks for a sequence that does."""
+ADMISSION_LOOKAHEAD = 64
+"""How far down the waiting queue one step looks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,14 @@ class SchedulerConfig:
         for name in ("num_host_blocks", "num_host_states", "max_num_preemptions", "max_num_bypasses"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+
+class _Admission(Enum):
+    """``BLOCKED``: no room. ``DEFERRED``: another computes its prefix in this step."""
+
+    ADMITTED = "admitted"
+    BLOCKED = "blocked"
+    DEFERRED = "deferred"
 
 
 def _age(seq: Sequence) -> int:
@@ -305,49 +314,75 @@ class Scheduler:
     # Admission
 
     def _admit_waiting(self) -> None:
-        """Fill the step with waiting sequences, oldest first; a head that does not fit is passed at times."""
-        index = 0
+        """Fill the step with waiting sequences, oldest first.
+
+        One that does not fit is passed by later ones, but only ``max_num_bypasses`` times in all: then
+        the room that comes free is kept for it.
+        """
+        index, blocked = 0, None
         while index < min(len(self._waiting), ADMISSION_LOOKAHEAD):
             if self._budget == 0 or len(self._running) == self.config.max_num_seqs:
                 return
-            if self._try_admit(self._waiting[index]):
-                del self._waiting[index]
-                if index > 0:
-                    self._waiting[0].num_bypasses += 1
-            else:
-                index += 1
-            if index > 0 and self._waiting[0].num_bypasses >= self.config.max_num_bypasses:
+            if blocked is not None and blocked.num_bypasses >= self.config.max_num_bypasses:
                 return
+            seq = self._waiting[index]
+            outcome = self._try_admit(seq)
+            if outcome is _Admission.ADMITTED:
+                del self._waiting[index]
+                if blocked is not None:
+                    blocked.num_bypasses += 1
+                continue
+            index += 1
+            if outcome is _Admission.BLOCKED and blocked is None:
+                blocked = seq
 
-    def _try_admit(self, seq: Sequence) -> bool:
+    def _try_admit(self, seq: Sequence) -> _Admission:
         num_available = self.blocks.num_available_blocks
         # Looking the prefix up again is worth it only when there is more room than the last time.
         if self._running and num_available <= seq.num_available_when_blocked:
-            return False
-        plan = None if seq.is_offloaded else self._plan_reuse(seq)
+            return _Admission.BLOCKED
+        plan = None
+        if not seq.is_offloaded:
+            nodes = self._match(seq)
+            if self._is_prefix_in_step(seq, nodes):
+                return _Admission.DEFERRED
+            plan = self._reuse.decide(
+                nodes, seq.prefix_ends, num_tokens=seq.num_tokens, num_prompt_tokens=seq.num_prompt_tokens
+            )
         start = seq.num_computed_tokens if plan is None else plan.start
+        cached_until = seq.cached_until if plan is None else plan.cached_until
         ends = seq.wanted_ends if plan is None else plan.wanted_ends
         end = min(start + self._budget, min((e for e in ends if e > start), default=seq.num_tokens))
         is_reserved = seq.num_preemptions >= self.config.max_num_preemptions
-        nodes = seq.nodes if plan is None else plan.nodes
-        num_blocks = num_blocks_for(max(end, seq.cached_until if plan is None else plan.cached_until))
-        if is_reserved:
-            num_blocks = max(num_blocks, num_blocks_for(seq.max_total_tokens - 1))
-        if not self.blocks.can_hold(nodes, num_blocks, self._watermark if self._running else 0):
+        num_tokens = max(end, cached_until, seq.max_total_tokens - 1 if is_reserved else 0)
+        held = seq.nodes if plan is None else plan.nodes
+        spare = self._watermark if self._running else 0
+        if not self.blocks.can_hold(held, num_blocks_for(num_tokens), spare):
             seq.num_available_when_blocked = num_available
-            return False
-        self._admit(seq, plan, num_blocks * KV_BLOCK_SIZE)
+            return _Admission.BLOCKED
+        self._admit(seq, plan, num_tokens)
         seq.is_reserved = is_reserved
         self._append_chunk(seq, end, is_fresh=plan is not None and plan.snapshot is None)
-        return True
+        return _Admission.ADMITTED
 
-    def _plan_reuse(self, seq: Sequence) -> ReusePlan:
+    def _match(self, seq: Sequence) -> list[PrefixNode]:
         max_hit = self._reuse.max_hit(seq.num_tokens, seq.num_prompt_tokens)
-        return self._reuse.decide(
-            self.blocks.match_prefix(seq.token_ids, max_hit),
-            seq.prefix_ends,
-            num_tokens=seq.num_tokens,
-            num_prompt_tokens=seq.num_prompt_tokens,
+        return self.blocks.match_prefix(seq.token_ids, max_hit)
+
+    def _is_prefix_in_step(self, seq: Sequence, nodes: list[PrefixNode]) -> bool:
+        """Whether this very step computes the block after ``nodes``: one step later it is a hit."""
+        if not self.config.enable_prefix_caching:
+            return False
+        start = len(nodes) * KV_BLOCK_SIZE
+        end = start + KV_BLOCK_SIZE
+        if end > self._reuse.max_hit(seq.num_tokens, seq.num_prompt_tokens):
+            return False
+        assert self._step is not None
+        return any(
+            chunk.end >= end
+            and chunk.seq.nodes[-1:] == nodes[-1:]
+            and chunk.seq.token_ids[start:end] == seq.token_ids[start:end]
+            for chunk in self._step.chunks
         )
 
     def _admit(self, seq: Sequence, plan: ReusePlan | None, num_tokens: int) -> None:

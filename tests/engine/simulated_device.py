@@ -1,0 +1,87 @@
+"""A device for scheduler tests: it stores what each block and ring slot would hold, and checks every read.
+
+A row's content is the identity of the whole token prefix up to it, so that a row of another sequence,
+or a stale one, is noticed wherever it is read.
+"""
+
+from __future__ import annotations
+
+from engine.config import KV_BLOCK_SIZE
+from engine.layer_rows import ModelShape
+from engine.scheduler import Move, ScheduledBatch, ScheduledChunk
+from engine.sequence import Sequence
+
+Ring = dict[tuple[int, int], tuple[int, int]]
+"""(layer, slot) -> (row, prefix identity)."""
+
+
+class SimulatedDevice:
+    """Carries out moves and chunks of plain Python content."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        self._prefix_ids: dict[tuple[int, int], int] = {}
+        self._known: dict[Sequence, list[int]] = {}
+        self.blocks: dict[str, dict[int, dict[int, int]]] = {"device": {}, "host": {}}
+        self.states: dict[str, dict[int, Ring]] = {"device": {}, "host": {}}
+        self.num_row_layers = 0
+
+    def run(self, batch: ScheduledBatch) -> None:
+        """One step: moves, rows, moves."""
+        self._move(batch.moves_before)
+        slots = [chunk.seq.state_slot for chunk in batch.chunks]
+        assert None not in slots
+        assert len(set(slots)) == len(slots)
+        for chunk in batch.chunks:
+            self._check_prefix_before(chunk)
+        for chunk in batch.chunks:
+            self._run_chunk(chunk)
+        self._move(batch.moves_after)
+
+    def prefix_ids(self, seq: Sequence, end: int) -> list[int]:
+        """For each row below ``end``, the identity of the tokens up to it."""
+        ids = self._known.setdefault(seq, [])
+        for token in seq.token_ids[len(ids) : end]:
+            key = (ids[-1] if ids else 0, token)
+            ids.append(self._prefix_ids.setdefault(key, len(self._prefix_ids) + 1))
+        return ids[:end]
+
+    def _move(self, moves: list[Move]) -> None:
+        for move in moves:
+            store = self.blocks if move.kind == "block" else self.states
+            assert move.source in store[move.source_place], f"{move} copies what was never written"
+            store[move.target_place][move.target] = dict(store[move.source_place][move.source])
+
+    def _check_prefix_before(self, chunk: ScheduledChunk) -> None:
+        """All rows that exist already are in the table's blocks, before anything of this step is written."""
+        ids = self.prefix_ids(chunk.seq, max(chunk.start, chunk.cached_until))
+        for start in range(0, len(ids), KV_BLOCK_SIZE):
+            expected = dict(enumerate(ids[start : start + KV_BLOCK_SIZE]))
+            block = self.blocks["device"].get(chunk.seq.block_table[start // KV_BLOCK_SIZE], {})
+            assert expected.items() <= block.items(), f"rows from {start} on are not in their block"
+
+    def _run_chunk(self, chunk: ScheduledChunk) -> None:
+        seq, shape, end = chunk.seq, self.shape, chunk.end
+        assert seq.state_slot is not None
+        ids = self.prefix_ids(seq, end)
+        ring = {} if chunk.is_fresh else self.states["device"].setdefault(seq.state_slot, {})
+        self.states["device"][seq.state_slot] = ring
+        rows = chunk.layer_rows(shape)
+        for row in range(max(chunk.start, chunk.cached_until), end):
+            assert row >= rows.first_input[shape.decoder_start], "a row to compress has no input"
+            assert row // KV_BLOCK_SIZE >= len(seq.nodes), "a shared block is written"
+            block = self.blocks["device"].setdefault(seq.block_table[row // KV_BLOCK_SIZE], {})
+            if row % KV_BLOCK_SIZE == 0:
+                block.clear()
+            block[row % KV_BLOCK_SIZE] = ids[row]
+        for layer in range(shape.num_layers):
+            floor = rows.first_window[layer] if chunk.mode == "bounded" else 0
+            available = {row: prefix_id for (at, _), (row, prefix_id) in ring.items() if at == layer}
+            own = range(max(chunk.start, rows.first_window[layer]), end)
+            available |= {row: ids[row] for row in own}
+            for row in range(max(chunk.start, rows.first_output[layer]), end):
+                self.num_row_layers += 1
+                for read in range(max(0, floor, row - shape.window + 1), row + 1):
+                    assert available.get(read) == ids[read], f"layer {layer}, row {row} misses row {read}"
+            for row in own[-shape.window :]:
+                ring[layer, row % shape.window] = (row, ids[row])
