@@ -1,0 +1,312 @@
+"""One run of a job on Ray: refuse or begin, start or join the cluster, drive, leave nothing behind.
+
+Owns the life of Ray, of the rank actors and of the signal handlers around one driver; it must not know
+how rows are read, answered or written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine import ConfigError
+from jobs.config import JobConfig
+from jobs.rank import EngineBuilder, RankActor, RankSpec, build_job_renderer
+from jobs.reaper import MARK, Reaper
+from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, RankReport, StopRequest
+from pipelines.manifest import DriverLock, OutputFolder, check_folder, claim_run, write_plan
+from pipelines.plan import Plan, build_plan
+from pipelines.report import read_status
+from pipelines.schema import build_contract
+from pipelines.source import find_input
+
+logger = logging.getLogger(__name__)
+
+EXIT_COMMITTED = 0
+EXIT_FAILED = 1
+EXIT_TOO_MANY_ERRORS = 3
+EXIT_STOPPED = 75
+
+SPEED_ONLY = frozenset(
+    {
+        "model",
+        "device",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "num_kv_blocks",
+        "host_memory_bytes",
+        "num_host_kv_blocks",
+        "num_host_states",
+        "enable_prefix_caching",
+        "preemption",
+        "max_num_preemptions",
+        "gpu_memory_utilization",
+    }
+)
+"""Engine settings that may change between two runs of one job: they change no bit of an answer."""
+
+_OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest: no row goes through it
+
+
+def run_job(job: JobConfig, *, build_engine: EngineBuilder | None = None) -> int:
+    """Run a job to its end or to a stop, and return the exit code.
+
+    Raises ``ConfigError`` for what is refused; nothing is written then. ``build_engine`` must be a
+    function that other processes can import; None builds the real engine.
+    """
+    job = _with_absolute_paths(job)
+    plan = plan_job(job)
+    folder = OutputFolder(Path(job.output.path))
+    check_folder(folder, plan)
+    with _Stopper() as stopper, _connected(job) as num_ranks:
+        has_begun = folder.state.exists()
+        write_plan(folder, plan)
+        try:
+            with DriverLock(folder):
+                run = claim_run(folder)
+                fleet = RayFleet(RankSpec(job=job, run=run, build_engine=build_engine), num_ranks)
+                try:
+                    driver = Driver(folder, plan, fleet, run=run)
+                    stopper.watch(driver)
+                    outcome = driver.run()
+                finally:
+                    fleet.close()
+        except ConfigError:
+            if not has_begun and not any(folder.journals.rglob("*.journal")):
+                _unwrite(folder)
+            raise
+        except (JobFailed, OSError) as error:
+            logger.error("the job failed: %s", error)
+            return EXIT_FAILED
+    if outcome is Outcome.STOPPED:
+        return EXIT_STOPPED
+    status = read_status(folder.path)
+    is_over = status.num_error > job.output.max_error_rate * max(status.num_rows, 1)
+    return EXIT_TOO_MANY_ERRORS if is_over else EXIT_COMMITTED
+
+
+def _with_absolute_paths(job: JobConfig) -> JobConfig:
+    """Ranks may run in another directory."""
+    model = os.path.abspath(job.model.path)
+    template = job.chat.template
+    return job.model_copy(
+        update={
+            "model": job.model.model_copy(update={"path": model}),
+            "engine": replace(job.engine, model=model),
+            "input": job.input.model_copy(update={"path": os.path.abspath(job.input.path)}),
+            "output": job.output.model_copy(update={"path": os.path.abspath(job.output.path)}),
+            "chat": job.chat.model_copy(
+                update={"template": None if template is None else os.path.abspath(template)}
+            ),
+        }
+    )
+
+
+def plan_job(job: JobConfig) -> Plan:
+    """The job's plan, from its inputs as they are. Raises ``ConfigError``; writes nothing."""
+    if not (Path(job.model.path) / "config.json").is_file():
+        raise ConfigError(f"model.path {job.model.path!r} is not a model folder: it has no config.json")
+    build_job_renderer(job)
+    found = find_input(job.input.path, exclude=job.output.path)
+    contract = build_contract(
+        [(file.path, schema) for file, schema in zip(found.files, found.schemas, strict=True)],
+        prefix=job.output.prefix,
+        num_samples=job.sampling.n,
+        has_logprobs=job.sampling.logprobs is not None,
+    )
+    return build_plan(
+        found, contract, rows_per_shard=job.input.rows_per_shard, settings=_settings_that_matter(job)
+    )
+
+
+def _settings_that_matter(job: JobConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {"model.path": fingerprint_model(Path(job.model.path))}
+    settings |= {f"chat.{name}": value for name, value in job.chat.model_dump().items()}
+    if job.chat.template is not None:
+        settings["chat.template"] = hashlib.blake2b(Path(job.chat.template).read_bytes()).hexdigest()[:32]
+    settings |= {f"sampling.{name}": value for name, value in asdict(job.sampling).items()}
+    settings |= {
+        f"engine.{name}": value for name, value in asdict(job.engine).items() if name not in SPEED_ONLY
+    }
+    settings["output.prefix"] = job.output.prefix
+    return settings
+
+
+def fingerprint_model(folder: Path) -> str:
+    """Tells models apart by their small files' content and their weight files' names and sizes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".jinja"):
+            digest.update(f"{path.name}\0".encode() + path.read_bytes())
+        elif path.suffix == ".safetensors":
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+    return digest.hexdigest()
+
+
+def _unwrite(folder: OutputFolder) -> None:
+    """A job that was refused after all leaves no trace; its folder goes if it is empty."""
+    shutil.rmtree(folder.state)
+    with contextlib.suppress(OSError):
+        folder.path.rmdir()
+
+
+class _Stopper:
+    """Signals into stop requests, for the time of one run."""
+
+    _MEANING = {  # noqa: RUF012 (read only)
+        signal.SIGTERM: StopRequest.NOW,
+        signal.SIGINT: StopRequest.NOW,
+        signal.SIGUSR1: StopRequest.DRAIN,
+    }
+
+    def __init__(self) -> None:
+        self._requested = StopRequest.NONE
+        self._driver: Driver | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Stopper:
+        self._before = {number: signal.signal(number, self._handle) for number in self._MEANING}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def watch(self, driver: Driver) -> None:
+        """Pass requests on to ``driver``, one that came before included."""
+        for number in self._MEANING:  # Ray put handlers of its own in place when it started.
+            signal.signal(number, self._handle)
+        self._driver = driver
+        driver.request_stop(self._requested)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._requested = max(self._requested, self._MEANING[signal.Signals(number)])
+        if self._driver is not None:
+            self._driver.request_stop(self._requested)
+
+
+@contextlib.contextmanager
+def _connected(job: JobConfig) -> Iterator[int]:
+    """Join the cluster that is named, or start a Ray and end it. Yields how many ranks there will be."""
+    address = job.cluster.address or os.environ.get("RAY_ADDRESS")
+    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
+    if address:
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, RayError, ValueError) as error:
+            raise ConfigError(f"cannot join the Ray cluster at {address!r}: {error}") from error
+        try:
+            yield _count_ranks(job)
+        finally:
+            ray.shutdown()
+        return
+    num_cpus = max(job.cluster.num_ranks, os.cpu_count() or 1)
+    reaper = Reaper()
+    os.environ[MARK] = reaper.mark
+    try:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            **quiet,
+        )
+        yield _count_ranks(job)
+    finally:
+        ray.shutdown()
+        del os.environ[MARK]
+        reaper.close()
+
+
+def _count_ranks(job: JobConfig) -> int:
+    num_gpus = 0 if job.engine.device == "cpu" else _count_gpus()
+    wanted = job.cluster.num_ranks
+    if job.engine.device == "cuda" and not num_gpus:
+        raise ConfigError("engine.device is cuda, but the cluster has no GPU")
+    if num_gpus and wanted > num_gpus:
+        raise ConfigError(f"cluster.num_ranks is {wanted}, but the cluster has {num_gpus} GPUs")
+    return wanted or num_gpus or 1
+
+
+def _count_gpus() -> int:
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return int(resources.get("GPU", 0))
+
+
+class RayFleet:
+    """Rank actors, by slot; what ``pipelines.driver.Fleet`` asks for."""
+
+    def __init__(self, spec: RankSpec, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._spec = spec
+        has_gpus = spec.job.engine.device != "cpu" and _count_gpus() > 0
+        # Liveness is the driver's business: an actor is never restarted behind its back.
+        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(has_gpus), "max_restarts": 0}
+        if not _is_importable_elsewhere():
+            root = str(Path(__file__).resolve().parent.parent)
+            paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+            options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
+        self._actor_class = ray.remote(RankActor).options(**options)
+        self._actors: dict[int, Any] = {}
+        self._exchanges: dict[Any, int] = {}
+
+    def start(self, slot: int) -> None:
+        """Start the rank of a slot and its first exchange."""
+        self._actors[slot] = self._actor_class.remote(self._spec)
+        self.exchange(slot, Orders())
+
+    def exchange(self, slot: int, orders: Orders) -> None:
+        """Begin the next exchange with a rank."""
+        self._exchanges[self._actors[slot].exchange.remote(orders)] = slot
+
+    def wait(self, timeout_s: float) -> list[tuple[int, RankReport | RankDied]]:
+        """The exchanges that came back."""
+        if not self._exchanges:
+            return []
+        ready, _ = ray.wait(list(self._exchanges), num_returns=1, timeout=timeout_s)
+        also, _ = ray.wait(list(self._exchanges), num_returns=len(self._exchanges), timeout=0)
+        events: list[tuple[int, RankReport | RankDied]] = []
+        for reference in dict.fromkeys([*ready, *also]):
+            slot = self._exchanges.pop(reference)
+            try:
+                events.append((slot, ray.get(reference)))
+            except RayError as error:
+                events.append((slot, RankDied(str(error))))
+        return events
+
+    def kill(self, slot: int) -> None:
+        """End the rank of a slot at once."""
+        actor = self._actors.pop(slot, None)
+        self._exchanges = {ref: other for ref, other in self._exchanges.items() if other != slot}
+        if actor is not None:
+            ray.kill(actor)
+
+    def close(self) -> None:
+        """End every rank."""
+        for slot in list(self._actors):
+            self.kill(slot)
+
+
+def _is_importable_elsewhere() -> bool:
+    """Whether a rank's process finds our packages by itself: installed, or uploaded with a Ray job."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        return True
+    try:
+        importlib.metadata.distribution("overnight")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

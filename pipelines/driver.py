@@ -1,0 +1,382 @@
+"""The driver: plan, lease, collect, commit, until every shard has its part.
+
+Owns the loop and what happens when a rank dies, hangs or cannot start. Rows never pass through it: it
+hands out row numbers and takes in counts. It must not know what a rank is made of: it speaks to a
+``Fleet``.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.errors import ConfigError
+from pipelines.ledger import Lease, LeaseReport, Ledger
+from pipelines.manifest import OutputFolder, Tally, try_read_commit
+from pipelines.plan import Plan
+from pipelines.report import ProgressLine, RunRecord, read_status, write_report
+from pipelines.schema import FinishedRow
+from pipelines.sink import JournalWriter, read_journal_state, read_shard_state
+
+logger = logging.getLogger(__name__)
+
+MAX_BARREN_DEATHS = 3
+"""A slot whose rank died so often in a row without finishing a row is given up."""
+
+_WAIT_S = 0.25
+_SAVE_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What the driver asks of a rank, one exchange's worth.
+
+    ``prepare``: build the engine. ``drain``: finish what is in flight, start no other row.
+    ``stop``: see every journal to the disk now and work no more.
+    """
+
+    prepare: bool = False
+    leases: tuple[Lease, ...] = ()
+    publish: tuple[int, ...] = ()
+    drain: bool = False
+    stop: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What a rank says, one exchange's worth. ``num_turns`` is pushed by its step loop alone.
+
+    ``refused`` says why the job cannot run at all, ``broken`` why its output cannot be written.
+    ``capacity`` is how many rows the engine runs at once; 0 until the engine is built.
+    """
+
+    num_turns: int
+    capacity: int = 0
+    leases: tuple[LeaseReport, ...] = ()
+    published: tuple[tuple[int, Tally], ...] = ()
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    is_drained: bool = False
+    is_stopped: bool = False
+    refused: str | None = None
+    broken: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankDied:
+    """A rank is gone, or its engine is dead."""
+
+    reason: str
+
+
+class Fleet(Protocol):
+    """The ranks, by slot. One exchange is under way with a started rank at any time, or none."""
+
+    num_slots: int
+
+    def start(self, slot: int) -> None:
+        """Start the rank of a slot and its first exchange, which carries no orders."""
+
+    def exchange(self, slot: int, orders: Orders) -> None:
+        """Begin the next exchange with a rank whose last one came back."""
+
+    def wait(self, timeout_s: float) -> list[tuple[int, RankReport | RankDied]]:
+        """The exchanges that came back, waiting up to ``timeout_s`` for one."""
+
+    def kill(self, slot: int) -> None:
+        """End the rank of a slot at once, dead or alive."""
+
+
+class StopRequest(enum.IntEnum):
+    """How the job was asked to stop: not, once what is in flight is finished, or now."""
+
+    NONE = 0
+    DRAIN = 1
+    NOW = 2
+
+
+class Outcome(enum.Enum):
+    """How a run ended."""
+
+    COMMITTED = "committed"
+    STOPPED = "stopped"
+
+
+class JobFailed(RuntimeError):
+    """The job cannot go on though nothing is wrong with its config: no rank lives, no disk is writable."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    capacity: int = 0
+    is_live: bool = False
+    is_given_up: bool = False
+    has_finished_rows: bool = False
+    num_barren_deaths: int = 0
+    num_turns: int = -1
+    moved_at: float = 0.0
+    publishing: set[int] = field(default_factory=set)
+    is_stopped: bool = False
+    is_drained: bool = False
+    num_tokens: tuple[int, int] = (0, 0)
+
+
+class Driver:
+    """One run over a plan. ``stall_timeout_s``: how long a step loop may stand still."""
+
+    def __init__(
+        self,
+        folder: OutputFolder,
+        plan: Plan,
+        fleet: Fleet,
+        *,
+        run: int,
+        stall_timeout_s: float = 900.0,
+        start_timeout_s: float = 7200.0,
+    ) -> None:
+        self._folder, self._plan, self._fleet, self._run = folder, plan, fleet, run
+        self._stall_timeout_s, self._start_timeout_s = stall_timeout_s, start_timeout_s
+        self._slots = [_Slot() for _ in range(fleet.num_slots)]
+        self._to_publish: list[int] = []
+        self._stop = StopRequest.NONE
+        self._stop_seen_at = 0.0
+        committed = self._read_commits()
+        self._num_rows_before = sum(tally.num_rows for tally in committed.values())
+        self._num_errors_before = sum(tally.num_error for tally in committed.values())
+        self._num_shards_left = len(plan.shards) - len(committed)
+        self._clean(committed)
+        missing = [shard for shard in plan.shards if shard.index not in committed]
+        resumed = {
+            shard.index: read_shard_state(folder, plan, shard.index)
+            for shard in missing
+            if folder.shard_journals(shard.index).is_dir()
+        }
+        self._ledger = Ledger(missing, resumed)
+        self._record = RunRecord(run=run, num_ranks=fleet.num_slots)
+        self._record.num_reused = self._num_done
+        self._started = time.monotonic()
+        self._saved_at = self._started
+        self._progress = ProgressLine(plan.num_rows, self._num_done)
+
+    def request_stop(self, how: StopRequest) -> None:
+        """Ask the loop to stop; safe to call from a signal handler. A stronger request wins."""
+        self._stop = max(self._stop, how)
+
+    def run(self) -> Outcome:
+        """Work until all is committed or a stop was asked for. Raises ``ConfigError``, ``JobFailed``."""
+        self._save()
+        outcome = "failed"
+        try:
+            result = self._loop()
+            outcome = result.value
+        finally:
+            self._record.outcome = outcome
+            self._record.num_in_flight = 0
+            self._show(is_last=True)
+            self._progress.close()
+            self._save()
+        write_report(self._folder, read_status(self._folder.path))
+        return result
+
+    @property
+    def _num_done(self) -> int:
+        return self._num_rows_before + self._ledger.num_ok + self._ledger.num_error
+
+    def _read_commits(self) -> dict[int, Tally]:
+        plan, num_shards = self._plan, len(self._plan.shards)
+        found = {
+            shard.index: try_read_commit(self._folder, plan.fingerprint, shard.index, num_shards)
+            for shard in plan.shards
+        }
+        return {index: tally for index, tally in found.items() if tally is not None}
+
+    def _clean(self, committed: Mapping[int, Tally]) -> None:
+        """Remove what earlier runs left: half-written parts, and journals of published shards."""
+        for leftover in self._folder.temporary.iterdir():
+            leftover.unlink(missing_ok=True)
+        for journals in self._folder.journals.iterdir():
+            if int(journals.name) in committed:
+                shutil.rmtree(journals, ignore_errors=True)
+
+    def _loop(self) -> Outcome:
+        self._to_publish += self._ledger.take_complete()
+        if self._num_shards_left:
+            for slot in range(self._fleet.num_slots):
+                self._start(slot)
+        while self._num_shards_left:
+            self._check_slots()
+            if self._stop and self._has_stopped():
+                return Outcome.STOPPED
+            for slot, event in self._fleet.wait(_WAIT_S):
+                if isinstance(event, RankDied):
+                    self._bury(slot, event.reason)
+                else:
+                    self._collect(slot, event)
+                    if self._num_shards_left and not self._slots[slot].is_stopped:
+                        self._fleet.exchange(slot, self._orders_for(slot))
+            self._show()
+        return Outcome.COMMITTED
+
+    def _start(self, slot: int) -> None:
+        state = self._slots[slot]
+        state.is_live, state.capacity, state.num_turns = True, 0, -1
+        state.has_finished_rows, state.num_tokens = False, (0, 0)
+        state.moved_at = time.monotonic()
+        self._fleet.start(slot)
+
+    def _collect(self, slot: int, report: RankReport) -> None:
+        if report.refused is not None:
+            raise ConfigError(report.refused)
+        if report.broken is not None:
+            raise JobFailed(report.broken)
+        state = self._slots[slot]
+        if report.num_turns != state.num_turns:
+            state.num_turns, state.moved_at = report.num_turns, time.monotonic()
+        if report.capacity and not state.capacity and report.environment not in self._record.environments:
+            self._record.environments.append(dict(report.environment))
+        state.capacity = report.capacity
+        state.is_stopped, state.is_drained = report.is_stopped, report.is_drained
+        for lease in report.leases:
+            self._ledger.record(lease)
+            if lease.num_ok + lease.num_error:
+                state.has_finished_rows, state.num_barren_deaths = True, 0
+        self._record.num_prompt_tokens += report.num_prompt_tokens - state.num_tokens[0]
+        self._record.num_completion_tokens += report.num_completion_tokens - state.num_tokens[1]
+        state.num_tokens = (report.num_prompt_tokens, report.num_completion_tokens)
+        for shard_index, tally in report.published:
+            if shard_index in state.publishing:
+                state.publishing.discard(shard_index)
+                self._commit(shard_index, tally)
+        self._to_publish += self._ledger.take_complete()
+
+    def _commit(self, shard_index: int, tally: Tally) -> None:
+        self._ledger.commit(shard_index, tally)
+        shutil.rmtree(self._folder.shard_journals(shard_index), ignore_errors=True)
+        self._num_shards_left -= 1
+
+    def _orders_for(self, slot: int) -> Orders:
+        state = self._slots[slot]
+        if self._stop is StopRequest.NOW:
+            return Orders(stop=True)
+        publish = tuple(self._to_publish)
+        self._to_publish.clear()
+        state.publishing.update(publish)
+        if self._stop is StopRequest.DRAIN:
+            return Orders(drain=True, publish=publish)
+        leases = self._lease(slot) if state.capacity else ()
+        return Orders(prepare=self._ledger.num_unleased > 0, leases=leases, publish=publish)
+
+    def _lease(self, slot: int) -> tuple[Lease, ...]:
+        """Enough rows that the rank's batch stays full, and near the end no more than its share."""
+        ledger, capacity = self._ledger, self._slots[slot].capacity
+        live = [s for s, state in enumerate(self._slots) if state.is_live and state.capacity]
+        outstanding = ledger.num_outstanding(slot)
+        if self._is_for_suspects(slot, live):
+            # Suspects run with nothing else, so the rank takes no other row until it is empty.
+            lease = ledger.try_lease_suspects(slot, live) if outstanding == 0 else None
+            return (lease,) if lease is not None else ()
+        if any(lease.is_solo for lease in ledger.leases_of(slot)):
+            return ()
+        leases: list[Lease] = []
+        low, high = capacity + math.ceil(capacity / 4), capacity + math.ceil(capacity / 2) + 1
+        while outstanding <= low and ledger.num_unleased:
+            share = math.ceil(ledger.num_unleased / (2 * len(live)))
+            lease = ledger.try_lease(slot, min(high - outstanding, share, capacity))
+            if lease is None:
+                break
+            leases.append(lease)
+            outstanding += lease.num_rows
+        return tuple(leases)
+
+    def _is_for_suspects(self, slot: int, live: Sequence[int]) -> bool:
+        """Whether this rank is to empty itself for suspects: the emptiest is, and the others go on."""
+        ledger = self._ledger
+        able = [other for other in live if ledger.has_suspects(other, live)]
+        return slot in able and slot == min(able, key=lambda other: (ledger.num_outstanding(other), other))
+
+    def _bury(self, slot: int, reason: str) -> None:
+        """A rank died: learn from its journals what it had done, and give the rest to others."""
+        logger.warning("rank %d died: %s", slot, reason)
+        state = self._slots[slot]
+        self._fleet.kill(slot)
+        leases = self._ledger.leases_of(slot)
+        # Neither a rank that was given nothing nor one that was killed by a row says much of its slot.
+        is_barren = not state.has_finished_rows and (bool(leases) or not state.capacity)
+        state.is_live, state.capacity = False, 0
+        self._record.num_rank_deaths += 1
+        for lease in leases:
+            path = self._folder.journal_file(lease.shard_index, self._run, lease.lease_id)
+            found = read_journal_state(self._plan, path)
+            guilty = self._ledger.lose(lease.lease_id, found)
+            is_barren &= not (found.finished or guilty)
+            if guilty:
+                self._quarantine(lease, guilty)
+        self._to_publish += sorted(state.publishing) + self._ledger.take_complete()
+        state.publishing.clear()
+        state.num_barren_deaths = state.num_barren_deaths + 1 if is_barren else 0
+        if state.num_barren_deaths >= MAX_BARREN_DEATHS:
+            logger.error("rank %d died %d times without finishing a row: given up", slot, MAX_BARREN_DEATHS)
+            state.is_given_up = True
+            if all(other.is_given_up for other in self._slots):
+                raise JobFailed(f"no rank is left; the last one died of: {reason}")
+        elif not self._stop:
+            self._start(slot)
+
+    def _quarantine(self, lease: Lease, rows: Sequence[int]) -> None:
+        shard = self._plan.shards[lease.shard_index]
+        lease_id = self._ledger.take_lease_id()
+        with JournalWriter(self._folder, self._plan, shard.index, self._run, lease_id) as journal:
+            journal.finish([_crash_row(row) for row in rows])
+        for row in rows:
+            logger.error("row %s was there when two ranks died: quarantined", shard.row_id(row))
+        self._ledger.quarantine(lease.lease_id, shard.index, len(rows))
+
+    def _check_slots(self) -> None:
+        """End ranks whose loop stands still: a hang looks like life to everything but its own counter."""
+        now = time.monotonic()
+        for slot, state in enumerate(self._slots):
+            limit_s = self._stall_timeout_s if state.capacity else self._start_timeout_s
+            if state.is_live and now - state.moved_at > limit_s:
+                self._bury(slot, f"its loop stood still for {limit_s:.0f} s")
+
+    def _has_stopped(self) -> bool:
+        live = [state for state in self._slots if state.is_live]
+        if self._stop is StopRequest.DRAIN:
+            if all(state.is_drained for state in live):
+                self._stop = StopRequest.NOW
+            return False
+        self._stop_seen_at = self._stop_seen_at or time.monotonic()
+        # A rank that does not answer has written its rows all the same; only the disk's word is missing.
+        is_late = time.monotonic() - self._stop_seen_at > 1.5
+        return is_late or all(state.is_stopped for state in live)
+
+    def _show(self, *, is_last: bool = False) -> None:
+        record, ledger = self._record, self._ledger
+        record.seconds = time.monotonic() - self._started
+        record.num_run = self._num_done - record.num_reused
+        record.num_in_flight = ledger.num_in_flight
+        self._progress.show(
+            self._num_done,
+            num_errors=self._num_errors_before + ledger.num_error,
+            num_tokens=record.num_prompt_tokens + record.num_completion_tokens,
+            num_ranks=sum(1 for state in self._slots if state.is_live and state.capacity),
+            is_last=is_last,
+        )
+        if time.monotonic() - self._saved_at > _SAVE_INTERVAL_S:
+            self._save()
+
+    def _save(self) -> None:
+        self._record.save(self._folder)
+        self._saved_at = time.monotonic()
+
+
+def _crash_row(row: int) -> FinishedRow:
+    message = "the engine died twice while this row was in flight"
+    return FinishedRow(row=row, error="engine_crash", error_message=message)

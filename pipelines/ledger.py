@@ -1,0 +1,299 @@
+"""Who works on which rows now: leases, their loss, suspects of a rank's death, and one equation.
+
+Owns the state of every row between the plan and its part, in memory and for open shards only; it must
+not know files, processes or time.
+
+A row that was in flight on a rank that died is a suspect. Suspects run one at a time on a rank with
+nothing else, so that a second death has one culprit; that row is quarantined.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipelines.manifest import Tally
+from pipelines.sink import JournalState
+from pipelines.source import Shard
+
+MAX_DEATHS = 2
+"""A row that was there when so many ranks died is not tried again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Rows of one shard, as half-open ranges, for one rank. ``is_solo``: one row in flight at a time."""
+
+    lease_id: int
+    shard_index: int
+    ranges: tuple[tuple[int, int], ...]
+    is_solo: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows are leased."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows themselves."""
+        return [row for start, stop in self.ranges for row in range(start, stop)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReport:
+    """How far a rank is with a lease. ``is_done``: every row is journaled and the journal is closed."""
+
+    lease_id: int
+    num_read: int
+    num_ok: int
+    num_error: int
+    is_done: bool = False
+
+
+@dataclass(slots=True)
+class _OpenShard:
+    shard: Shard
+    ranges: deque[tuple[int, int]]
+    leases: set[int] = field(default_factory=set)
+    suspects: list[int] = field(default_factory=list)
+    num_ok: int = 0
+    num_error: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.ranges and not self.leases and not self.suspects
+
+
+@dataclass(slots=True)
+class _HeldLease:
+    lease: Lease
+    slot: int
+    num_read: int = 0
+    num_ok: int = 0
+    num_error: int = 0
+
+
+class Ledger:
+    """Rows of the unpublished shards. ``resumed`` holds what journals of earlier runs already answer."""
+
+    def __init__(self, shards: Sequence[Shard], resumed: Mapping[int, JournalState]) -> None:
+        self._unopened = deque(shard for shard in shards if shard.index not in resumed)
+        self._open: dict[int, _OpenShard] = {}
+        self._held: dict[int, _HeldLease] = {}
+        self._deaths: dict[tuple[int, int], set[int]] = {}
+        self._num_deaths: dict[tuple[int, int], int] = {}
+        self._complete: deque[int] = deque()
+        self._next_lease_id = 1
+        self.num_read = 0
+        self.num_ok = 0
+        self.num_error = 0
+        self.num_unleased = sum(shard.num_rows for shard in shards)
+        for shard in shards:
+            if shard.index in resumed:
+                self._open_shard(shard, resumed[shard.index].finished)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Rows read by a live rank and not finished."""
+        return sum(held.num_read - held.num_ok - held.num_error for held in self._held.values())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no row is left to lease or to wait for."""
+        return not self._unopened and not self._held and all(s.is_complete for s in self._open.values())
+
+    def num_outstanding(self, slot: int) -> int:
+        """Leased rows that the rank of ``slot`` has not finished."""
+        return sum(
+            held.lease.num_rows - held.num_ok - held.num_error
+            for held in self._held.values()
+            if held.slot == slot
+        )
+
+    def leases_of(self, slot: int) -> list[Lease]:
+        """What the rank of ``slot`` holds."""
+        return [held.lease for held in self._held.values() if held.slot == slot]
+
+    def take_lease_id(self) -> int:
+        """A lease number that this run has not used."""
+        self._next_lease_id += 1
+        return self._next_lease_id - 1
+
+    def try_lease(self, slot: int, max_num_rows: int) -> Lease | None:
+        """Lease up to ``max_num_rows`` untried rows of one shard; None when there are none."""
+        opened = next((s for s in self._open.values() if s.ranges), None)
+        while opened is None and self._unopened:
+            opened = self._open_shard(self._unopened.popleft(), {})
+            opened = opened if opened.ranges else None
+        if opened is None:
+            return None
+        taken: list[tuple[int, int]] = []
+        room = max_num_rows
+        while room and opened.ranges:
+            start, stop = opened.ranges.popleft()
+            cut = min(stop, start + room)
+            taken.append((start, cut))
+            room -= cut - start
+            if cut < stop:
+                opened.ranges.appendleft((cut, stop))
+        return self._hold(opened, slot, tuple(taken), is_solo=False)
+
+    def has_suspects(self, slot: int, live_slots: Sequence[int]) -> bool:
+        """Whether a suspect waits that the rank of ``slot`` should try."""
+        return any(self._suspects_for(opened, slot, live_slots) for opened in self._open.values())
+
+    def try_lease_suspects(self, slot: int, live_slots: Sequence[int]) -> Lease | None:
+        """Lease one shard's suspects, to be run alone, to a rank other than the one that died on them."""
+        for opened in self._open.values():
+            rows = self._suspects_for(opened, slot, live_slots)
+            if rows:
+                opened.suspects = [row for row in opened.suspects if row not in rows]
+                return self._hold(opened, slot, tuple((row, row + 1) for row in rows), is_solo=True)
+        return None
+
+    def _suspects_for(self, opened: _OpenShard, slot: int, live_slots: Sequence[int]) -> list[int]:
+        others = set(live_slots) - {slot}
+        index = opened.shard.index
+        return [
+            row
+            for row in opened.suspects
+            if slot not in self._deaths[index, row] or not others - self._deaths[index, row]
+        ]
+
+    def record(self, report: LeaseReport) -> None:
+        """Take in how far a lease is; a late word about a lost lease is ignored."""
+        held = self._held.get(report.lease_id)
+        if held is None:
+            return
+        opened = self._open[held.lease.shard_index]
+        self.num_read += report.num_read - held.num_read
+        ok, error = report.num_ok - held.num_ok, report.num_error - held.num_error
+        self._count(opened, ok, error)
+        held.num_read, held.num_ok, held.num_error = report.num_read, report.num_ok, report.num_error
+        if report.is_done:
+            assert held.num_ok + held.num_error == held.lease.num_rows, report
+            self._release(opened, held)
+
+    def lose(self, lease_id: int, state: JournalState) -> list[int]:
+        """The lease's rank died, leaving a journal that says ``state``.
+
+        Finished rows stay finished, untouched ones can be leased again, started ones become suspects.
+        Returns the rows that have now been there at ``MAX_DEATHS`` deaths: the caller journals an error
+        row for each and calls ``quarantine``.
+        """
+        held = self._held[lease_id]
+        opened = self._open[held.lease.shard_index]
+        ok = sum(state.finished.values())
+        error = len(state.finished) - ok
+        self._count(opened, ok - held.num_ok, error - held.num_error)
+        self.num_read += ok + error - held.num_read
+        left = [row for row in held.lease.rows if row not in state.finished]
+        guilty: list[int] = []
+        for row in left:
+            key = (opened.shard.index, row)
+            if row in state.started:
+                self._deaths.setdefault(key, set()).add(held.slot)
+                self._num_deaths[key] = self._num_deaths.get(key, 0) + 1
+                if self._num_deaths[key] >= MAX_DEATHS:
+                    guilty.append(row)
+            if row in guilty:
+                continue
+            if key in self._deaths:
+                opened.suspects.append(row)
+            else:
+                opened.ranges.append((row, row + 1))
+        self.num_unleased += len(left) - len(guilty)
+        opened.ranges = deque(_joined(sorted(opened.ranges)))
+        # Guilty rows hold their shard open until they are journaled.
+        opened.leases.discard(lease_id)
+        del self._held[lease_id]
+        if guilty:
+            opened.leases.add(-lease_id)
+        else:
+            self._notice_complete(opened)
+        return guilty
+
+    def quarantine(self, lease_id: int, shard_index: int, num_rows: int) -> None:
+        """The rows that ``lose`` returned for a lease are error rows in a journal now."""
+        opened = self._open[shard_index]
+        opened.leases.discard(-lease_id)
+        self.num_read += num_rows
+        self._count(opened, 0, num_rows)
+        self._notice_complete(opened)
+
+    def take_complete(self) -> list[int]:
+        """Open the shards that need no row, and return those that can be published, each once."""
+        while self._unopened and self._unopened[0].num_rows == 0:
+            self._open_shard(self._unopened.popleft(), {})
+        complete = list(self._complete)
+        self._complete.clear()
+        return complete
+
+    def commit(self, shard_index: int, tally: Tally) -> None:
+        """A shard's part is published with ``tally``: it must hold every row, and is forgotten.
+
+        The part has the last word on outcomes: a rank that was given up may have journaled an answer
+        after all, to a row that was answered again elsewhere.
+        """
+        opened = self._open.pop(shard_index)
+        assert opened.is_complete, opened
+        assert tally.num_rows == opened.shard.num_rows == opened.num_ok + opened.num_error, (opened, tally)
+        self.num_ok += tally.num_ok - opened.num_ok
+        self.num_error += tally.num_error - opened.num_error
+        for key in [key for key in self._num_deaths if key[0] == shard_index]:
+            del self._num_deaths[key], self._deaths[key]
+        self.check()
+
+    def check(self) -> None:
+        """The equation that holds at every commit: rows read = ok + error + in flight."""
+        assert self.num_read == self.num_ok + self.num_error + self.num_in_flight, vars(self)
+
+    def _open_shard(self, shard: Shard, finished: Mapping[int, bool]) -> _OpenShard:
+        missing = [(row, row + 1) for row in range(shard.num_rows) if row not in finished]
+        opened = _OpenShard(shard=shard, ranges=deque(_joined(missing)))
+        self._open[shard.index] = opened
+        ok = sum(finished.values())
+        self.num_unleased -= len(finished)
+        self.num_read += len(finished)
+        self._count(opened, ok, len(finished) - ok)
+        self._notice_complete(opened)
+        return opened
+
+    def _hold(
+        self, opened: _OpenShard, slot: int, ranges: tuple[tuple[int, int], ...], *, is_solo: bool
+    ) -> Lease:
+        lease = Lease(
+            lease_id=self.take_lease_id(), shard_index=opened.shard.index, ranges=ranges, is_solo=is_solo
+        )
+        opened.leases.add(lease.lease_id)
+        self._held[lease.lease_id] = _HeldLease(lease=lease, slot=slot)
+        self.num_unleased -= lease.num_rows
+        return lease
+
+    def _release(self, opened: _OpenShard, held: _HeldLease) -> None:
+        del self._held[held.lease.lease_id]
+        opened.leases.discard(held.lease.lease_id)
+        self._notice_complete(opened)
+
+    def _count(self, opened: _OpenShard, ok: int, error: int) -> None:
+        opened.num_ok += ok
+        opened.num_error += error
+        self.num_ok += ok
+        self.num_error += error
+
+    def _notice_complete(self, opened: _OpenShard) -> None:
+        if opened.is_complete:
+            self._complete.append(opened.shard.index)
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbouring ranges made one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined

@@ -1,0 +1,267 @@
+"""The job on disk: the layout of the output folder, its plan, run numbers, and what is committed.
+
+Owns every name under the output folder and the rule that a folder belongs to one plan for ever. It
+must not know how rows are answered or who answers them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from engine.errors import ConfigError
+from pipelines.plan import Plan, describe_difference
+
+STATE_FOLDER = "_overnight"
+COMMIT_KEY = b"overnight"
+"""Where a part's Parquet footer keeps its commit record: with the rows, in one atomic publish."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Rows by outcome, and the tokens of the answered ones."""
+
+    num_ok: int = 0
+    errors: Mapping[str, int] = field(default_factory=dict)
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def num_error(self) -> int:
+        """Error rows of every code."""
+        return sum(self.errors.values())
+
+    @property
+    def num_rows(self) -> int:
+        """All rows counted."""
+        return self.num_ok + self.num_error
+
+    def __add__(self, other: Tally) -> Tally:
+        codes = sorted({*self.errors, *other.errors})
+        return Tally(
+            num_ok=self.num_ok + other.num_ok,
+            errors={code: self.errors.get(code, 0) + other.errors.get(code, 0) for code in codes},
+            num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
+            num_completion_tokens=self.num_completion_tokens + other.num_completion_tokens,
+            num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFolder:
+    """Every path of one output folder. Parts lie in ``path``, everything else in ``state``."""
+
+    path: Path
+
+    @property
+    def state(self) -> Path:
+        return self.path / STATE_FOLDER
+
+    @property
+    def plan_file(self) -> Path:
+        return self.state / "plan.json"
+
+    @property
+    def report_file(self) -> Path:
+        return self.state / "report.json"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.state / "driver.lock"
+
+    @property
+    def runs(self) -> Path:
+        return self.state / "runs"
+
+    @property
+    def journals(self) -> Path:
+        return self.state / "journals"
+
+    @property
+    def temporary(self) -> Path:
+        return self.state / "tmp"
+
+    def shard_journals(self, shard_index: int) -> Path:
+        """The folder of one shard's journals."""
+        return self.journals / f"{shard_index:05d}"
+
+    def journal_file(self, shard_index: int, run: int, lease_id: int) -> Path:
+        """The journal of one lease attempt; a run's number and a lease's in it never come again."""
+        return self.shard_journals(shard_index) / f"{run:06d}-{lease_id:06d}.journal"
+
+    def run_file(self, run: int) -> Path:
+        """What one run of the driver says about itself."""
+        return self.runs / f"{run:06d}.json"
+
+    def part_file(self, shard_index: int, num_shards: int) -> Path:
+        """The one output file of a shard."""
+        return self.path / f"part-{shard_index:05d}-of-{num_shards:05d}.parquet"
+
+
+def load_plan(folder: OutputFolder) -> Plan:
+    """The plan of an output folder; ``ConfigError`` when it has none."""
+    try:
+        text = folder.plan_file.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{str(folder.path)!r} is not the output folder of a job") from error
+    return Plan.from_json(text)
+
+
+def check_folder(folder: OutputFolder, plan: Plan) -> None:
+    """Refuse a folder that holds another job, or files that a plain read would mix with ours."""
+    if folder.path.exists() and not folder.path.is_dir():
+        raise ConfigError(f"output.path {str(folder.path)!r} is a file; it must be a folder")
+    has_plan = folder.plan_file.is_file()
+    if has_plan:
+        difference = describe_difference(load_plan(folder), plan)
+        if difference is not None:
+            raise ConfigError(f"output folder {str(folder.path)!r} holds another job: {difference}")
+    num_shards = len(plan.shards)
+    ours = {folder.part_file(index, num_shards).name for index in range(num_shards)} if has_plan else set()
+    for entry in sorted(folder.path.iterdir()) if folder.path.is_dir() else []:
+        if entry.name not in ours and not entry.name.startswith((".", "_")):
+            raise ConfigError(
+                f"output folder {str(folder.path)!r} holds {entry.name!r}, which is not this job's"
+            )
+
+
+def write_plan(folder: OutputFolder, plan: Plan) -> None:
+    """Write the plan if the folder has none; of two writers one wins, and the other must agree with it."""
+    for needed in (folder.runs, folder.journals, folder.temporary):
+        needed.mkdir(parents=True, exist_ok=True)
+    temporary = folder.temporary / f"plan-{os.getpid()}-{time.time_ns()}.json"
+    write_durably(temporary, plan.to_json().encode())
+    if not try_link(temporary, folder.plan_file):
+        check_folder(folder, plan)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file and see it to the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_durably(folder: OutputFolder, path: Path, content: bytes) -> None:
+    """Replace a file at once: a reader sees the old content or the new."""
+    temporary = folder.temporary / f"{path.name}-{os.getpid()}-{time.time_ns()}"
+    write_durably(temporary, content)
+    os.replace(temporary, path)
+
+
+def try_link(temporary: Path, final: Path) -> bool:
+    """Give a finished file its final name unless somebody was first; the temporary name goes either way."""
+    try:
+        os.link(temporary, final)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(final.parent)
+    return True
+
+
+def sync_folder(path: Path) -> None:
+    """See a folder's new names to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def claim_run(folder: OutputFolder) -> int:
+    """A run number that nobody had or will have: the first whose file can be created."""
+    run = max((int(path.stem) for path in folder.runs.glob("*.json")), default=0) + 1
+    while True:
+        try:
+            os.close(os.open(folder.run_file(run), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            run += 1
+        else:
+            return run
+
+
+class DriverLock:
+    """Held by the driver at work on a folder; the system frees it when that process ends, however it does."""
+
+    def __init__(self, folder: OutputFolder) -> None:
+        self._path = folder.lock_file
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> DriverLock:
+        self._file = open(self._path, "ab")
+        if not _try_lock(self._file, fcntl.LOCK_EX):
+            self._file.close()
+            raise ConfigError(
+                f"another run is at work on {str(self._path.parent.parent)!r}; wait for it or stop it"
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._file is not None
+        self._file.close()
+
+
+def is_driver_alive(folder: OutputFolder) -> bool:
+    """Whether a driver holds the folder now."""
+    try:
+        with open(folder.lock_file, "rb") as file:
+            return not _try_lock(file, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(file: IO[bytes], mode: int) -> bool:
+    for _ in range(10):
+        try:
+            fcntl.flock(file, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Somebody asking for the status holds it for an instant.
+            time.sleep(0.05)
+        else:
+            return True
+    return False
+
+
+def commit_metadata(plan_fingerprint: str, shard_index: int, tally: Tally) -> dict[bytes, bytes]:
+    """A part's commit record, for its Parquet footer."""
+    record = {"fingerprint": plan_fingerprint, "shard": shard_index, "tally": asdict(tally)}
+    return {COMMIT_KEY: json.dumps(record).encode()}
+
+
+def try_read_commit(
+    folder: OutputFolder, fingerprint: str, shard_index: int, num_shards: int
+) -> Tally | None:
+    """The tally of a published part; None when the shard is not published.
+
+    Raises ``ConfigError`` when the part's name is taken by a file that this plan did not write.
+    """
+    path = folder.part_file(shard_index, num_shards)
+    try:
+        metadata = pq.read_metadata(path).metadata or {}
+    except FileNotFoundError:
+        return None
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
+    record = json.loads(metadata.get(COMMIT_KEY, b"{}"))
+    if record.get("fingerprint") != fingerprint or record.get("shard") != shard_index:
+        raise ConfigError(f"{str(path)!r} was not written by this job")
+    return Tally(**record["tally"])

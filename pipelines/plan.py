@@ -1,0 +1,147 @@
+"""The plan: what a job is, told apart from every other job. Fixed by the first run for ever.
+
+Owns the fingerprint of inputs, settings and columns, and the words for a difference. It must not know
+where a plan is kept, nor who works on it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+
+from pipelines.schema import ColumnContract
+from pipelines.source import InputFile, InputSet, Shard, SourceKind, plan_shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the job is: its inputs, the settings that change answers, its columns. Never changes.
+
+    ``settings`` maps dotted names to JSON values.
+    """
+
+    root: str
+    kind: SourceKind
+    files: tuple[InputFile, ...]
+    rows_per_shard: int
+    settings: Mapping[str, Any]
+    contract: ColumnContract
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """The job's shards in part order."""
+        return plan_shards(self.files, self.rows_per_shard)
+
+    @property
+    def num_rows(self) -> int:
+        """All rows of the input."""
+        return sum(file.num_rows for file in self.files)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal plans: what binds journals and parts to this one."""
+        facts = [
+            [asdict(file) for file in self.files],
+            self.rows_per_shard,
+            dict(self.settings),
+            self.contract.to_json(),
+        ]
+        return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as the text of ``plan.json``."""
+        contract = self.contract
+        return json.dumps(
+            {
+                "version": 1,
+                "fingerprint": self.fingerprint,
+                "root": self.root,
+                "kind": self.kind,
+                "rows_per_shard": self.rows_per_shard,
+                "settings": dict(self.settings),
+                "columns": {
+                    "passed": _schema_to_text(contract.passed),
+                    "answered": _schema_to_text(contract.answered),
+                    "prefix": contract.prefix,
+                    "prompt_column": contract.prompt_column,
+                    "render_columns": list(contract.render_columns),
+                    "is_list": contract.is_list,
+                },
+                "files": [asdict(file) for file in self.files],
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that ``to_json`` wrote."""
+        tree = json.loads(text)
+        columns = tree["columns"]
+        return cls(
+            root=tree["root"],
+            kind=tree["kind"],
+            files=tuple(InputFile(**file) for file in tree["files"]),
+            rows_per_shard=tree["rows_per_shard"],
+            settings=tree["settings"],
+            contract=ColumnContract(
+                passed=_schema_from_text(columns["passed"]),
+                answered=_schema_from_text(columns["answered"]),
+                prefix=columns["prefix"],
+                prompt_column=columns["prompt_column"],
+                render_columns=tuple(columns["render_columns"]),
+                is_list=columns["is_list"],
+            ),
+        )
+
+
+def _schema_to_text(schema: pa.Schema) -> str:
+    return base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def _schema_from_text(text: str) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
+
+
+def build_plan(
+    found: InputSet, contract: ColumnContract, *, rows_per_shard: int, settings: Mapping[str, Any]
+) -> Plan:
+    """The plan of a job over ``found``."""
+    # Once through JSON, so that a plan compares equal to itself read back (tuples become lists).
+    plain = json.loads(json.dumps(dict(settings)))
+    return Plan(
+        root=found.root,
+        kind=found.kind,
+        files=found.files,
+        rows_per_shard=rows_per_shard,
+        settings=plain,
+        contract=contract,
+    )
+
+
+def describe_difference(old: Plan, new: Plan) -> str | None:
+    """The first thing in which ``new`` is another job than ``old``, in words; None when it is the same."""
+    for name in sorted({*old.settings, *new.settings}):
+        before, after = old.settings.get(name), new.settings.get(name)
+        if before != after:
+            return f"{name} was {json.dumps(before)} and is now {json.dumps(after)}"
+    if old.rows_per_shard != new.rows_per_shard:
+        return f"input.rows_per_shard was {old.rows_per_shard} and is now {new.rows_per_shard}"
+    before_files = {file.path: file for file in old.files}
+    after_files = {file.path: file for file in new.files}
+    for path in sorted({*before_files, *after_files}):
+        if path not in after_files:
+            return f"input file {path!r} is gone"
+        if path not in before_files:
+            return f"input file {path!r} is new"
+        for name in ("num_rows", "num_bytes", "footer"):
+            a, b = getattr(before_files[path], name), getattr(after_files[path], name)
+            if a != b:
+                return f"input file {path!r} changed: {name} was {a} and is now {b}"
+    return None if old.fingerprint == new.fingerprint else "the columns of its output differ"

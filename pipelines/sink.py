@@ -1,0 +1,233 @@
+"""Finished rows on their way out: journals that survive a kill, and parts that appear whole or not at all.
+
+Owns the journal's format and the publishing of a shard's one part; it must not know who leased which
+rows, or why.
+
+A journal is a run of records, each ``length, crc32, kind, payload``. One writer appends; a record that
+was cut short by a kill ends the journal for every reader.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipelines.manifest import (
+    OutputFolder,
+    Tally,
+    commit_metadata,
+    sync_folder,
+    try_link,
+    try_read_commit,
+)
+from pipelines.plan import Plan
+from pipelines.schema import ROW, STATUS_OK, STRING, FinishedRow
+from pipelines.source import RowReader, Shard
+
+_FRAME = struct.Struct("<IIc")
+_HEADER, _STARTED, _FINISHED = b"H", b"S", b"F"
+
+
+class JournalWriter:
+    """The journal of one lease attempt. Its file must not exist: an attempt has one writer, ever."""
+
+    def __init__(self, folder: OutputFolder, plan: Plan, shard_index: int, run: int, lease_id: int) -> None:
+        path = folder.journal_file(shard_index, run, lease_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o644)
+        self._contract = plan.contract
+        # Rows are appended by one thread and synced by others.
+        self._sync_lock = threading.Lock()
+        self._is_dirty = False
+        self._is_closed = False
+        header = {"fingerprint": plan.fingerprint, "shard": shard_index, "run": run, "lease": lease_id}
+        self._append(_HEADER, json.dumps(header).encode())
+        sync_folder(path.parent)
+
+    def start(self, rows: Sequence[int]) -> None:
+        """Note that these rows are being worked on: after a death they are the suspects."""
+        self._append(_STARTED, struct.pack(f"<{len(rows)}i", *rows))
+
+    def finish(self, rows: Sequence[FinishedRow]) -> None:
+        """Append answers. They survive the death of the process now, of the machine after ``sync``."""
+        self._append(_FINISHED, self._contract.to_batch(rows).serialize())
+
+    def sync(self) -> None:
+        """See what was appended to the disk, if anything was."""
+        with self._sync_lock:
+            if self._is_dirty and not self._is_closed:
+                self._is_dirty = False
+                os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Sync and close."""
+        self.sync()
+        with self._sync_lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._descriptor)
+
+    def __enter__(self) -> JournalWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _append(self, kind: bytes, payload: bytes | pa.Buffer) -> None:
+        content = memoryview(payload)
+        frame = _FRAME.pack(len(content), zlib.crc32(content, zlib.crc32(kind)), kind)
+        record = memoryview(frame + content)
+        while record:
+            record = record[os.write(self._descriptor, record) :]
+        self._is_dirty = True
+
+
+@dataclass(slots=True)
+class JournalState:
+    """Which rows of a shard were started and which are finished (and whether each is an answer)."""
+
+    started: set[int] = field(default_factory=set)
+    finished: dict[int, bool] = field(default_factory=dict)
+
+
+def read_journal_state(plan: Plan, path: Path, into: JournalState | None = None) -> JournalState:
+    """What a journal says of its rows, without their content. A file that is not there says nothing."""
+    state = into if into is not None else JournalState()
+    for kind, payload in _records(plan, path):
+        if kind == _STARTED:
+            state.started.update(row for (row,) in struct.iter_unpack("<i", payload))
+        elif kind == _FINISHED:
+            batch = pa.ipc.read_record_batch(pa.py_buffer(payload), plan.contract.journal)
+            outcomes = pc.equal(batch.column("status"), pa.scalar(STATUS_OK, STRING)).to_pylist()
+            for row, is_ok in zip(batch.column(ROW).to_pylist(), outcomes, strict=True):
+                state.finished.setdefault(row, is_ok)
+    return state
+
+
+def read_shard_state(folder: OutputFolder, plan: Plan, shard_index: int) -> JournalState:
+    """What all journals of a shard say together."""
+    state = JournalState()
+    for path in _journal_files(folder, shard_index):
+        read_journal_state(plan, path, state)
+    return state
+
+
+def read_shard_rows(folder: OutputFolder, plan: Plan, shard_index: int) -> pa.Table:
+    """The finished rows of a shard in row order, each once: of two answers to a row the first journal's."""
+    schema = plan.contract.journal
+    seen: set[int] = set()
+    batches: list[pa.RecordBatch] = []
+    for path in _journal_files(folder, shard_index):
+        for kind, payload in _records(plan, path):
+            if kind != _FINISHED:
+                continue
+            batch = pa.ipc.read_record_batch(pa.py_buffer(payload), schema)
+            fresh = [i for i, row in enumerate(batch.column(ROW).to_pylist()) if row not in seen]
+            seen.update(batch.column(ROW).to_pylist())
+            batches.append(batch if len(fresh) == batch.num_rows else batch.take(pa.array(fresh, pa.int32())))
+    return pa.Table.from_batches(batches, schema).combine_chunks().sort_by(ROW)
+
+
+def _journal_files(folder: OutputFolder, shard_index: int) -> list[Path]:
+    return sorted(folder.shard_journals(shard_index).glob("*.journal"))
+
+
+def _records(plan: Plan, path: Path) -> Iterator[tuple[bytes, bytes]]:
+    """The whole records of one journal of this plan; reading ends at the first that is not whole."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115 (the with below closes it)
+    except FileNotFoundError:
+        return
+    with file:
+        is_ours = False
+        while len(frame := file.read(_FRAME.size)) == _FRAME.size:
+            length, checksum, kind = _FRAME.unpack(frame)
+            payload = file.read(length)
+            if len(payload) != length or zlib.crc32(payload, zlib.crc32(kind)) != checksum:
+                return
+            if kind == _HEADER:
+                is_ours = json.loads(payload)["fingerprint"] == plan.fingerprint
+            elif is_ours:
+                yield kind, payload
+
+
+def publish_shard(folder: OutputFolder, plan: Plan, shard: Shard, reader: RowReader, attempt: str) -> Tally:
+    """Assemble a shard's part in input order and give it its name; returns the published part's tally.
+
+    ``reader`` yields the pass-through columns. ``attempt`` names the temporary file and must be unique.
+    If somebody published the shard already, theirs stands and its tally is returned.
+    """
+    num_shards = len(plan.shards)
+    published = try_read_commit(folder, plan.fingerprint, shard.index, num_shards)
+    if published is not None:
+        return published
+    answers = read_shard_rows(folder, plan, shard.index)
+    assert answers.column(ROW).to_pylist() == list(range(shard.num_rows)), (
+        f"shard {shard.index} is not finished"
+    )
+    tally = count_rows(answers)
+    final = folder.part_file(shard.index, num_shards)
+    temporary = folder.temporary / f"{final.name}.{attempt}"
+    metadata = commit_metadata(plan.fingerprint, shard.index, tally)
+    with open(temporary, "xb") as file:
+        schema = plan.contract.output.with_metadata(metadata)
+        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            for batch in _assemble(plan, shard, reader, answers):
+                writer.write_batch(batch)
+        file.flush()
+        os.fsync(file.fileno())
+    if try_link(temporary, final):
+        return tally
+    published = try_read_commit(folder, plan.fingerprint, shard.index, num_shards)
+    assert published is not None, f"{final} vanished"
+    return published
+
+
+def _assemble(plan: Plan, shard: Shard, reader: RowReader, answers: pa.Table) -> Iterator[pa.RecordBatch]:
+    contract = plan.contract
+    row = 0
+    for batch in reader.read(shard.path, shard.start, shard.stop):
+        passed = batch.select(contract.passed.names).cast(contract.passed)
+        part = answers.slice(row, batch.num_rows).drop_columns([ROW]).combine_chunks()
+        ids = pa.array([shard.row_id(row + i) for i in range(batch.num_rows)], STRING)
+        ours = [column.combine_chunks() for column in part.columns]
+        arrays = [*passed.columns, ids, *(_as_array(column) for column in ours)]
+        yield pa.RecordBatch.from_arrays(arrays, schema=contract.output)
+        row += batch.num_rows
+
+
+def _as_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+
+
+def count_rows(answers: pa.Table) -> Tally:
+    """Count a table of journal rows."""
+    errors = answers.column("error").drop_null().value_counts().to_pylist()
+    completion_tokens = answers.column("num_completion_tokens")
+    if pa.types.is_list(completion_tokens.type):
+        completion_tokens = pc.list_flatten(completion_tokens)
+    return Tally(
+        num_ok=answers.num_rows - answers.column("error").drop_null().length(),
+        errors={
+            item["values"]: item["counts"] for item in sorted(errors, key=lambda item: str(item["values"]))
+        },
+        num_prompt_tokens=pc.sum(answers.column("num_prompt_tokens")).as_py() or 0,
+        num_completion_tokens=pc.sum(completion_tokens).as_py() or 0,
+        num_cached_tokens=pc.sum(answers.column("num_cached_tokens")).as_py() or 0,
+    )

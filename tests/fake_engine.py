@@ -1,0 +1,144 @@
+"""An engine without a model, for tests of everything around one.
+
+Answers are a pure function of a request's prompt ids, so a test knows every answer beforehand.
+Prompts that hold certain ids misbehave, as scripted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from collections import deque
+
+from engine import (
+    Completion,
+    EngineConfig,
+    EngineDead,
+    EngineStats,
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestRejected,
+    TokenLogprobs,
+)
+
+POISON_ID = 113
+"""A prompt with this id kills whatever process runs it."""
+
+REFUSED_ID = 114
+"""A prompt with this id is rejected by ``add_request``."""
+
+
+def expected_token_ids(prompt_token_ids: list[int], sample: int = 0) -> list[int]:
+    """What the fake answers."""
+    digest = hashlib.blake2b(repr((list(prompt_token_ids), sample)).encode(), digest_size=8).digest()
+    return [1 + byte % 100 for byte in digest[: 1 + digest[0] % 8]]
+
+
+def expected_text(prompt_token_ids: list[int], sample: int = 0) -> str:
+    """The fake's text of that."""
+    return " ".join(map(str, expected_token_ids(prompt_token_ids, sample)))
+
+
+class FakeEngine:
+    """Runs up to ``max_num_seqs`` requests, one token each a step; ``step_s`` is a step's length."""
+
+    def __init__(self, config: EngineConfig, *, step_s: float = 0.0, dies_at_step: int | None = None) -> None:
+        self._config = config
+        self._step_s = step_s
+        self._dies_at_step = dies_at_step
+        self._waiting: deque[Request] = deque()
+        self._running: dict[str, tuple[Request, int]] = {}
+        self.num_steps = 0
+        self.max_num_waiting = 0
+        self.max_num_running = 0
+
+    def add_request(self, request: Request) -> None:
+        if REFUSED_ID in request.prompt_token_ids:
+            raise RequestRejected("kv_too_small", "scripted")
+        self._waiting.append(request)
+        self.max_num_waiting = max(self.max_num_waiting, len(self._waiting))
+
+    def abort(self, request_id: str) -> None:
+        self._running.pop(request_id, None)
+        self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
+
+    def step(self) -> list[RequestOutput]:
+        self.num_steps += 1
+        if self.num_steps == self._dies_at_step:
+            raise EngineDead("scripted")
+        while self._waiting and len(self._running) < self._config.max_num_seqs:
+            request = self._waiting.popleft()
+            self._running[request.request_id] = (request, 0)
+        self.max_num_running = max(self.max_num_running, len(self._running))
+        if self._step_s:
+            time.sleep(self._step_s)
+        outputs = []
+        for request_id, (request, num_tokens) in list(self._running.items()):
+            if POISON_ID in request.prompt_token_ids:
+                self._die()
+            longest = max(len(expected_token_ids(list(request.prompt_token_ids), s)) for s in range(request.sampling.n))
+            self._running[request_id] = (request, num_tokens + 1)
+            if num_tokens + 1 >= longest:
+                del self._running[request_id]
+                outputs.append(self._output(request))
+        return outputs
+
+    def _die(self) -> None:
+        raise EngineDead("poison")
+
+    def _output(self, request: Request) -> RequestOutput:
+        completions = []
+        for sample in range(request.sampling.n):
+            ids = tuple(expected_token_ids(list(request.prompt_token_ids), sample))
+            logprobs = tuple(-0.5 for _ in ids)
+            k = request.sampling.logprobs
+            top = TokenLogprobs(token_ids=tuple(range(k or 0)), logprobs=tuple(-1.0 - i for i in range(k or 0)))
+            completions.append(
+                Completion(
+                    index=sample,
+                    token_ids=ids,
+                    text=" ".join(map(str, ids)),
+                    finish_reason=FinishReason.STOP,
+                    logprobs=logprobs,
+                    top_logprobs=None if k is None else tuple(top for _ in ids),
+                )
+            )
+        return RequestOutput(
+            request_id=request.request_id,
+            completions=tuple(completions),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=1,
+        )
+
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_steps=self.num_steps, num_waiting=len(self._waiting), num_running=len(self._running)
+        )
+
+
+class KilledEngine(FakeEngine):
+    """Poison ends the whole process, as a fault in a kernel's driver does."""
+
+    def _die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build_fast(config: EngineConfig) -> FakeEngine:
+    """For jobs that should be over soon."""
+    return FakeEngine(config)
+
+
+def build_slow(config: EngineConfig) -> FakeEngine:
+    """For jobs that a test means to interrupt."""
+    return FakeEngine(config, step_s=0.02)
+
+
+def build_killed(config: EngineConfig) -> FakeEngine:
+    """For jobs with a poison row."""
+    return KilledEngine(config)

@@ -1,0 +1,199 @@
+"""The driver over in-process ranks: whatever dies, every row comes out once with its own answer."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from engine import ConfigError, EngineConfig
+from pipelines.driver import JobFailed, Outcome, StopRequest
+from pipelines.manifest import OutputFolder
+from pipelines.report import read_status
+from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine
+from tests.small_jobs import check_answers, make_plan, random_prompts, read_output, start_run, write_prompts
+
+CONFIG = EngineConfig(model="fake", max_num_seqs=4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> OutputFolder:
+    return OutputFolder(tmp_path / "out")
+
+
+def test_rows_come_out_once_in_input_order(tmp_path: Path, folder: OutputFolder) -> None:
+    prompts = random_prompts(random.Random(1), 57)
+    write_prompts(tmp_path / "in.parquet", prompts, tag=[f"t{i}" for i in range(57)])
+    driver, _ = start_run(folder, make_plan(tmp_path / "in.parquet"), num_slots=3)
+    assert driver.run() is Outcome.COMMITTED
+    output = read_output(folder.path)
+    check_answers(output, prompts)
+    assert output.column("row_id").to_pylist() == [f"in.parquet#{i}" for i in range(57)]
+    assert output.column("tag").to_pylist() == [f"t{i}" for i in range(57)]
+    assert sorted(p.name for p in folder.path.iterdir())[0] == "_overnight"
+    assert len(list(folder.path.glob("part-*-of-00006.parquet"))) == 6
+    assert not list(folder.journals.iterdir())
+    assert not list(folder.temporary.iterdir())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ranks_that_die_at_random_lose_and_double_nothing(
+    tmp_path: Path, folder: OutputFolder, seed: int
+) -> None:
+    print("seed", seed)
+    random_ = random.Random(seed)
+    prompts = random_prompts(random_, random_.randrange(1, 80))
+    for index in random_.sample(range(len(prompts)), len(prompts) // 8):
+        prompts[index] = random_.choice([None, [], [REFUSED_ID]])
+    write_prompts(tmp_path / "in.parquet", prompts)
+    plan = make_plan(tmp_path / "in.parquet", rows_per_shard=random_.randrange(1, 30))
+    driver, fleet = start_run(
+        folder, plan, num_slots=random_.randrange(1, 4), capacity=3, random_=random_, chance=0.03
+    )
+    assert driver.run() is Outcome.COMMITTED
+    output = read_output(folder.path)
+    check_answers(output, prompts)
+    status = read_status(folder.path)
+    print("deaths", fleet.num_deaths, status)
+    assert status.num_rank_deaths == fleet.num_deaths
+    assert status.num_read == status.num_ok + status.num_error == len(prompts)
+    assert status.num_error == output.column("status").to_pylist().count("error")
+
+
+def test_c12a_a_rank_with_a_broken_engine_is_replaced(tmp_path: Path, folder: OutputFolder) -> None:
+    prompts = random_prompts(random.Random(2), 120)
+    write_prompts(tmp_path / "in.parquet", prompts)
+    driver, fleet = start_run(
+        folder,
+        make_plan(tmp_path / "in.parquet", rows_per_shard=40),
+        num_slots=4,
+        make_engine=lambda number: FakeEngine(CONFIG, dies_at_step=10 if number == 2 else None),
+    )
+    assert driver.run() is Outcome.COMMITTED
+    assert fleet.num_started == 5
+    output = read_output(folder.path)
+    check_answers(output, prompts)
+    assert set(output.column("status").to_pylist()) == {"ok"}
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_c12b_a_poison_row_is_quarantined(tmp_path: Path, folder: OutputFolder, num_slots: int) -> None:
+    prompts = random_prompts(random.Random(3), 60)
+    prompts[17] = [5, POISON_ID]
+    write_prompts(tmp_path / "in.parquet", prompts)
+    driver, fleet = start_run(folder, make_plan(tmp_path / "in.parquet", 20), num_slots=num_slots)
+    assert driver.run() is Outcome.COMMITTED
+    output = read_output(folder.path)
+    check_answers(output, prompts)
+    errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
+    assert errors == {"in.parquet#17": "engine_crash"}
+    assert fleet.num_started == num_slots + 2
+
+
+def test_a_job_whose_ranks_never_start_fails(tmp_path: Path, folder: OutputFolder) -> None:
+    write_prompts(tmp_path / "in.parquet", [[1], [2]])
+
+    def broken(number: int) -> FakeEngine:
+        raise RuntimeError("no device")
+
+    driver, fleet = start_run(folder, make_plan(tmp_path / "in.parquet"), make_engine=broken)
+    with pytest.raises(JobFailed, match="no device"):
+        driver.run()
+    assert fleet.num_started == 6
+    assert not list(folder.path.glob("*.parquet"))
+
+
+def test_a_model_that_a_rank_refuses_refuses_the_job(tmp_path: Path, folder: OutputFolder) -> None:
+    write_prompts(tmp_path / "in.parquet", [[1], [2]])
+
+    def refusing(number: int) -> FakeEngine:
+        raise ConfigError("tensor x is missing")
+
+    driver, _ = start_run(folder, make_plan(tmp_path / "in.parquet"), make_engine=refusing)
+    with pytest.raises(ConfigError, match="tensor x is missing"):
+        driver.run()
+
+
+@pytest.mark.parametrize("how", [StopRequest.NOW, StopRequest.DRAIN])
+def test_a_stopped_job_goes_on_where_it_was(tmp_path: Path, folder: OutputFolder, how: StopRequest) -> None:
+    prompts = random_prompts(random.Random(4), 90)
+    write_prompts(tmp_path / "in.parquet", prompts)
+    plan = make_plan(tmp_path / "in.parquet", 15)
+    driver, fleet = start_run(folder, plan)
+    wait, num_waits = fleet.wait, 0
+
+    def wait_and_stop(timeout_s: float) -> list:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits == 12:
+            driver.request_stop(how)
+        return wait(timeout_s)
+
+    fleet.wait = wait_and_stop  # type: ignore[method-assign]
+    assert driver.run() is Outcome.STOPPED
+    before = read_status(folder.path)
+    assert 0 < before.num_read < 90
+    again, _ = start_run(folder, plan)
+    assert again.run() is Outcome.COMMITTED
+    after = read_status(folder.path)
+    assert (after.num_reused, after.num_run) == (before.num_ok, 90 - before.num_ok)
+    check_answers(read_output(folder.path), prompts)
+
+
+def test_a_finished_job_run_again_starts_no_rank(tmp_path: Path, folder: OutputFolder) -> None:
+    write_prompts(tmp_path / "in.parquet", [[1], [2]])
+    plan = make_plan(tmp_path / "in.parquet")
+    start_run(folder, plan)[0].run()
+    again, fleet = start_run(folder, plan)
+    assert again.run() is Outcome.COMMITTED
+    assert fleet.num_started == 0
+
+
+def test_what_only_waits_to_be_published_needs_no_engine(tmp_path: Path, folder: OutputFolder) -> None:
+    prompts = random_prompts(random.Random(5), 20)
+    write_prompts(tmp_path / "in.parquet", prompts)
+    plan = make_plan(tmp_path / "in.parquet", 20)
+    driver, fleet = start_run(folder, plan, num_slots=1)
+    orders_for = driver._orders_for
+
+    def without_publishing(slot: int):  # the driver dies between the last row and the part
+        orders = orders_for(slot)
+        if orders.publish:
+            raise KeyboardInterrupt
+        return orders
+
+    driver._orders_for = without_publishing  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        driver.run()
+
+    def never(number: int) -> FakeEngine:
+        raise AssertionError("built an engine for nothing")
+
+    again, _ = start_run(folder, plan, num_slots=1, make_engine=never)
+    assert again.run() is Outcome.COMMITTED
+    check_answers(read_output(folder.path), prompts)
+    assert read_status(folder.path).num_run == 0
+
+
+def test_a_hanging_rank_is_ended(tmp_path: Path, folder: OutputFolder) -> None:
+    prompts = random_prompts(random.Random(6), 30)
+    write_prompts(tmp_path / "in.parquet", prompts)
+    driver, fleet = start_run(folder, make_plan(tmp_path / "in.parquet"), num_slots=2)
+    driver._stall_timeout_s = 0.05
+    wait, kill = fleet.wait, fleet.kill
+    stuck = {0}
+
+    def wait_without_the_stuck(timeout_s: float) -> list:
+        events = wait(timeout_s)
+        # It built its engine and took rows; from then on it is silent.
+        return [(slot, e) for slot, e in events if slot not in stuck or getattr(e, "capacity", 0) == 0 or not e.leases]
+
+    def kill_and_free(slot: int) -> None:
+        stuck.discard(slot)
+        kill(slot)
+
+    fleet.wait, fleet.kill = wait_without_the_stuck, kill_and_free  # type: ignore[method-assign]
+    assert driver.run() is Outcome.COMMITTED
+    check_answers(read_output(folder.path), prompts)
+    assert read_status(folder.path).num_rank_deaths == 1
