@@ -44,7 +44,6 @@ class LLMEngine:
         self._vocab_size = runner.model_config.vocab_size
         self._token_bytes = TokenBytes(tokenizer)
         self._sampler = Sampler(self._vocab_size, resolved.seed)
-        layout = runner.layout
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=resolved.max_model_len,
@@ -57,7 +56,6 @@ class LLMEngine:
                 decoder_prefill=resolved.decoder_prefill,
                 preemption=resolved.preemption,
                 max_num_preemptions=resolved.max_num_preemptions,
-                snapshot_cost_tokens=-(-layout.num_bytes_per_state * 64 // max(layout.num_bytes_per_block, 1)) or 1,
             ),
             runner.shape,
         )
@@ -135,7 +133,7 @@ class LLMEngine:
             num_preemptions=counters.num_preemptions,
             num_waiting=self.scheduler.num_waiting,
             num_running=self.scheduler.num_running,
-            num_free_blocks=self.scheduler.num_free_blocks,
+            num_free_blocks=self.scheduler.blocks.num_available_blocks,
             num_kv_blocks=self.resolved.num_kv_blocks,
         )
 

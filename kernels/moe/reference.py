@@ -12,6 +12,8 @@ from torch import Tensor
 from kernels.linear import linear_reference
 from kernels.tree_sum import tree_sum
 
+EXPERT_ROW_TILE = 32
+
 
 class Routes(NamedTuple):
     """Each row's experts, best biased score first; a row's slots are summed in this order."""
@@ -71,23 +73,30 @@ def expert_mlp_reference(
         [num_rows, top_k, hidden], dtype of ``x``. The caller sums the slots in order.
     """
     num_rows, top_k = routes.expert_ids.shape
-    slots = routes.expert_ids.flatten()
-    by_expert = torch.argsort(slots, stable=True)
-    counts = torch.bincount(slots, minlength=w13.shape[0]).tolist()
-    weights = routes.weights.flatten()[:, None]
-    quantised = quantise(x)
+    experts = routes.expert_ids.flatten()
+    slots = torch.argsort(experts, stable=True)
+    counts = torch.bincount(experts, minlength=w13.shape[0]).tolist()
+    # Each expert's rows are padded to whole tiles (with a row of its own), so that every product and
+    # every vector kernel sees whole tiles whatever the counts.
+    groups = [g for g in slots.split(counts) if len(g)]
+    padded = torch.cat([torch.cat([g, g[-1:].expand(-len(g) % EXPERT_ROW_TILE)]) for g in groups])
+    sizes = [-(-count // EXPERT_ROW_TILE) * EXPERT_ROW_TILE for count in counts]
+    hidden = _grouped_linear(quantise(x)[padded // top_k], sizes, w13)
+    hidden = quantise(swiglu_reference(hidden, routes.weights.flatten()[padded, None], limit=limit))
     out = x.new_empty(num_rows * top_k, x.shape[1])
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            chosen = by_expert[start : start + count]
-            # Whole tiles keep elementwise kernels on their vector path whatever the count.
-            padded = torch.cat([chosen, chosen[-1:].expand(-count % 32)])
-            hidden = linear_reference(quantised[padded // top_k], w13[expert])
-            hidden = quantise(swiglu_reference(hidden, weights[padded], limit=limit))
-            out[chosen] = linear_reference(hidden, w2[expert])[:count]
-        start += count
+    # A padding row repeats a real one: both write the same bytes.
+    out[padded] = _grouped_linear(hidden, sizes, w2)
     return out.view(num_rows, top_k, -1)
+
+
+def _grouped_linear(x: Tensor, sizes: list[int], weights: Tensor) -> Tensor:
+    """Consecutive runs of ``sizes`` rows, each through its own expert's weight."""
+    parts = [
+        linear_reference(rows, weights[expert])
+        for expert, rows in enumerate(x.split(sizes))
+        if len(rows)
+    ]
+    return torch.cat(parts)
 
 
 def combine_experts_reference(slots: Tensor, shared: Tensor) -> Tensor:
