@@ -5,7 +5,7 @@ TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := jobs pipelines engine kernels tests examples benchmarks
+CODE := $(wildcard jobs pipelines engine kernels tests examples benchmarks)
 
 export OMP_NUM_THREADS = 1
 export PYTHONDONTWRITEBYTECODE = 1
