@@ -66,7 +66,12 @@ class SamplingParams:
     def _check_number(self, name: str, low: float, high: float, *, low_open: bool = False) -> None:
         value = getattr(self, name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high or (low_open and value == low):
+        if (
+            not is_number
+            or not math.isfinite(value)
+            or not low <= value <= high
+            or (low_open and value == low)
+        ):
             bracket = "(" if low_open else "["
             raise ValueError(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}")
 

@@ -287,7 +287,9 @@ class BatchInputs:
             self._upload(open_rows.reshape(-1)),
             self._upload(np.pad(group_rows, ((0, padding), (0, 0)))),
             self._upload(np.pad(group * ratio, (0, padding))),
-            self._upload(np.pad(np.concatenate([*slots, np.empty(0, np.int64)]), (0, padding), constant_values=-1)),
+            self._upload(
+                np.pad(np.concatenate([*slots, np.empty(0, np.int64)]), (0, padding), constant_values=-1)
+            ),
             self._upload(sources),
             self._upload(targets),
         )
@@ -295,4 +297,5 @@ class BatchInputs:
     def _entry_slots(self, index: int, groups: np.ndarray, ratio: int) -> np.ndarray:
         per_block = KV_BLOCK_SIZE // ratio
         table = np.asarray(self._chunks[index].seq.block_table, dtype=np.int64)
-        return table[groups // per_block] * per_block + groups % per_block
+        slots: np.ndarray = table[groups // per_block] * per_block + groups % per_block
+        return slots

@@ -12,7 +12,9 @@ from engine.detokenizer import IncrementalDetokenizer, TokenBytes
 class CompletionBuilder:
     """Collects one sample's tokens and says when it is complete."""
 
-    def __init__(self, sampling: SamplingParams, *, index: int, eos_token_id: int, token_bytes: TokenBytes) -> None:
+    def __init__(
+        self, sampling: SamplingParams, *, index: int, eos_token_id: int, token_bytes: TokenBytes
+    ) -> None:
         self._index = index
         self._end_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:

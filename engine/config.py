@@ -86,7 +86,9 @@ def resolve_max_model_len(config: EngineConfig, *, model_max_len: int) -> int:
     return config.max_model_len or model_max_len
 
 
-def resolve_block_counts(config: EngineConfig, facts: MemoryFacts, *, max_model_len: int) -> tuple[int, int, int]:
+def resolve_block_counts(
+    config: EngineConfig, facts: MemoryFacts, *, max_model_len: int
+) -> tuple[int, int, int]:
     """(device blocks, host blocks, host states) from the asked numbers or the memory there is.
 
     More blocks than ``max_num_seqs`` sequences of full length are never taken. Raises
@@ -95,7 +97,9 @@ def resolve_block_counts(config: EngineConfig, facts: MemoryFacts, *, max_model_
     blocks_per_seq = -(-max_model_len // KV_BLOCK_SIZE)
     num_blocks = config.num_kv_blocks
     if num_blocks == 0:
-        num_blocks = min(blocks_per_seq * config.max_num_seqs, facts.cache_bytes // max(facts.num_bytes_per_block, 1))
+        num_blocks = min(
+            blocks_per_seq * config.max_num_seqs, facts.cache_bytes // max(facts.num_bytes_per_block, 1)
+        )
         if num_blocks < blocks_per_seq:
             raise ConfigError(
                 f"{facts.cache_bytes} bytes for the KV cache hold {num_blocks} blocks; one sequence of "

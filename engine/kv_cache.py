@@ -7,6 +7,7 @@ bytes are the model page's section 14; without cache quantisation they are the e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -58,14 +59,21 @@ class CacheLayout:
     def num_bytes_per_block(self) -> int:
         """Bytes of one KV block over all sources."""
         widths = self.entry_width() + self.index_key_width()
-        entries = sum(KV_BLOCK_SIZE // self.config.compress_ratios[s] for s in self.config.kv_source_layer_ids)
+        entries = sum(
+            KV_BLOCK_SIZE // self.config.compress_ratios[s] for s in self.config.kv_source_layer_ids
+        )
         return entries * widths * self.storage_dtype.itemsize
 
     @property
     def num_bytes_per_state(self) -> int:
         """Bytes of one sequence's rings and open groups."""
         config = self.config
-        rings = config.num_hidden_layers * config.sliding_window * self.window_width() * self.storage_dtype.itemsize
+        rings = (
+            config.num_hidden_layers
+            * config.sliding_window
+            * self.window_width()
+            * self.storage_dtype.itemsize
+        )
         open_rows = sum(config.compress_ratios[s] - 1 for s in config.kv_source_layer_ids)
         return rings + open_rows * 2 * config.head_dim * 4
 
@@ -87,9 +95,12 @@ class _Memory:
             num_slots = num_blocks * (KV_BLOCK_SIZE // ratio) + 1
             self.entries[source] = zeros(num_slots, layout.entry_width())
             self.index_keys[source] = zeros(num_slots, layout.index_key_width())
-            self.open_groups[source] = zeros(num_states * (ratio - 1), 2, config.head_dim, dtype=torch.float32)
+            self.open_groups[source] = zeros(
+                num_states * (ratio - 1), 2, config.head_dim, dtype=torch.float32
+            )
         self.windows = [
-            zeros(num_states * config.sliding_window, layout.window_width()) for _ in range(config.num_hidden_layers)
+            zeros(num_states * config.sliding_window, layout.window_width())
+            for _ in range(config.num_hidden_layers)
         ]
         self.num_blocks = num_blocks
         self.num_states = num_states
@@ -103,6 +114,12 @@ class _Memory:
         """Every per-sequence buffer as [num_states, ...]."""
         buffers = [*self.windows, *(t for t in self.open_groups.values() if t.numel())]
         return [buffer.view(self.num_states, -1) for buffer in buffers] if self.num_states else []
+
+
+def _direction(move: Move) -> tuple[str, str, str]:
+    """Moves that agree in this may be done at once: no source of one is another's target."""
+    assert move.source_place != move.target_place, "a move changes the place"
+    return move.kind, move.source_place, move.target_place
 
 
 class KVCache:
@@ -122,18 +139,20 @@ class KVCache:
         device_memory = _Memory(layout, num_blocks, num_states, device)
         host_memory = _Memory(layout, num_host_blocks, num_host_states, torch.device("cpu"))
         self._memory = {"device": device_memory, "host": host_memory}
-        self._views = {
-            ("block", place): memory.block_views() for place, memory in self._memory.items()
-        } | {("state", place): memory.state_views() for place, memory in self._memory.items()}
+        self._views = {("block", place): memory.block_views() for place, memory in self._memory.items()} | {
+            ("state", place): memory.state_views() for place, memory in self._memory.items()
+        }
         self._pools = device_memory
 
     def apply(self, moves: list[Move]) -> None:
-        """Carry out moves strictly in order."""
-        for move in moves:
-            sources = self._views[move.kind, move.source_place]
-            targets = self._views[move.kind, move.target_place]
-            for source, target in zip(sources, targets, strict=True):
-                target[move.target].copy_(source[move.source])
+        """Carry out moves in order; a run of one kind and direction travels together."""
+        for (kind, source_place, target_place), run in groupby(moves, key=_direction):
+            pairs = [(move.source, move.target) for move in run]
+            sources = torch.tensor([source for source, _ in pairs])
+            targets = torch.tensor([target for _, target in pairs])
+            views = zip(self._views[kind, source_place], self._views[kind, target_place], strict=True)
+            for source, target in views:
+                target[targets.to(target.device)] = source[sources.to(source.device)].to(target.device)
 
     def pack_window(self, rows: Tensor) -> Tensor:
         """[n, head_dim] -> what a ring stores."""
@@ -160,9 +179,11 @@ class KVCache:
         self._pools.open_groups[source][rows] = keys_and_gates
 
     def write_entries(self, source: int, slots: Tensor, entries: Tensor, index_keys: Tensor) -> None:
-        """Quantise and store rotated entries [n, head_dim] and index keys [n, index_head_dim]; slot -1 skips."""
+        """Quantise, store rotated entries [n, head_dim] and index keys [n, index_head_dim]; slot -1 skips."""
         quantised = self.layout.is_quantised
-        self._pools.entries[source][slots] = pack_fp4_entry(entries) if quantised else entries.to(self.layout.dtype)
+        self._pools.entries[source][slots] = (
+            pack_fp4_entry(entries) if quantised else entries.to(self.layout.dtype)
+        )
         self._pools.index_keys[source][slots] = (
             pack_fp4_index(index_keys) if quantised else index_keys.to(self.layout.dtype)
         )

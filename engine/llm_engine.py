@@ -83,14 +83,19 @@ class LLMEngine:
         sequences = []
         for index in range(sampling.n):
             seq = Sequence.build(
-                request, sample_index=index, seq_id=self._next_seq_id, max_model_len=self.resolved.max_model_len
+                request,
+                sample_index=index,
+                seq_id=self._next_seq_id,
+                max_model_len=self.resolved.max_model_len,
             )
             self._next_seq_id += 1
             # All samples are alike to admission: either the first is refused, or none is.
             self.scheduler.add(seq, request.prefix_ends)
             sequences.append(seq)
         builders = [
-            CompletionBuilder(sampling, index=i, eos_token_id=self._eos_token_id, token_bytes=self._token_bytes)
+            CompletionBuilder(
+                sampling, index=i, eos_token_id=self._eos_token_id, token_bytes=self._token_bytes
+            )
             for i in range(sampling.n)
         ]
         self._requests[request.request_id] = _RequestState(request, sequences, builders)

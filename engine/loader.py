@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,7 +32,7 @@ class WeightReader:
         self.dtype = dtype
         self.device = device
         self._stack = contextlib.ExitStack()
-        self._files = {}
+        self._files: dict[str, Any] = {}
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
             raise ConfigError(f"model folder {folder} has no *.safetensors file")
@@ -58,7 +59,8 @@ class WeightReader:
         if stored != shape:
             raise ConfigError(f"tensor {name} has shape {list(stored)}, expected {list(shape)}")
         self._unread.discard(name)
-        return self._files[name].get_tensor(name)
+        stored_tensor: Tensor = self._files[name].get_tensor(name)
+        return stored_tensor
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """An unquantised tensor in ``dtype`` (the engine's by default) on the device."""
@@ -67,7 +69,9 @@ class WeightReader:
             raise ConfigError(f"tensor {name} is stored as {stored.dtype}, expected a plain float")
         return stored.to(device=self.device, dtype=dtype or self.dtype)
 
-    def linear(self, name: str, out_features: int, in_features: int, dtype: torch.dtype | None = None) -> Tensor:
+    def linear(
+        self, name: str, out_features: int, in_features: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """``name.weight`` [out, in] in ``dtype``, from a plain, fp8 or mxfp4 layout."""
         scale_name = f"{name}.scale"
         if not self.has(scale_name):
@@ -79,7 +83,9 @@ class WeightReader:
         else:
             stored = self.raw(f"{name}.weight", (out_features, in_features))
             if stored.dtype != torch.float8_e4m3fn:
-                raise ConfigError(f"tensor {name}.weight is stored as {stored.dtype}, expected float8_e4m3fn or int8")
+                raise ConfigError(
+                    f"tensor {name}.weight is stored as {stored.dtype}, expected float8_e4m3fn or int8"
+                )
             tiles = (-(-out_features // SCALE_BLOCK), -(-in_features // SCALE_BLOCK))
             scale = self.scales(scale_name, tiles)
             wide = dequantise_fp8_weight(stored.to(self.device), scale.to(self.device))
@@ -93,7 +99,7 @@ class WeightReader:
         return stored.view(torch.uint8)
 
     def _stored_dtype(self, name: str) -> str:
-        return self._files[name].get_slice(name).get_dtype()
+        return str(self._files[name].get_slice(name).get_dtype())
 
     def finish(self) -> None:
         """Close the files. Raises ``ConfigError`` naming a tensor that no part of the model asked for."""

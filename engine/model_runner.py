@@ -12,7 +12,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.batch import BatchInputs
-from engine.config import EngineConfig, MemoryFacts, ResolvedConfig, resolve_block_counts, resolve_max_model_len
+from engine.config import (
+    EngineConfig,
+    MemoryFacts,
+    ResolvedConfig,
+    resolve_block_counts,
+    resolve_max_model_len,
+)
 from engine.errors import ConfigError
 from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import ModelShape
@@ -61,7 +67,9 @@ class ModelRunner:
             cache_bytes=self._cache_bytes(config, layout),
         )
         max_model_len = resolve_max_model_len(config, model_max_len=model_config.max_position_embeddings)
-        num_blocks, num_host_blocks, num_host_states = resolve_block_counts(config, facts, max_model_len=max_model_len)
+        num_blocks, num_host_blocks, num_host_states = resolve_block_counts(
+            config, facts, max_model_len=max_model_len
+        )
         self.resolved = ResolvedConfig(
             model=config.model,
             dtype=dtype,
@@ -92,9 +100,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, trace: Trace | None = None) -> Tensor:
-        """Carry out the step; returns fp32 logits [num_samples, vocab] of the chunks that sample, in order."""
+        """Carry out the step; fp32 logits [num_samples, vocab] of the chunks that sample, in order."""
         self.cache.apply(batch.moves_before)
-        logits = self.model.forward(BatchInputs(batch, self.shape, self._tables, self.device), self.cache, trace)
+        logits = self.model.forward(
+            BatchInputs(batch, self.shape, self._tables, self.device), self.cache, trace
+        )
         self.cache.apply(batch.moves_after)
         return logits
 

@@ -1,1 +1,1 @@
-"""One folder an op, each with its plain-torch reference. Imports torch, triton and the standard library only."""
+"""One folder an op, each with its plain-torch reference. Imports torch, triton and the standard library."""

@@ -45,7 +45,9 @@ class Attention:
         group_in = heads * head_dim // config.o_groups
 
         def norm(name: str, size: int) -> RMSNorm:
-            return RMSNorm(reader.tensor(f"{prefix}.{name}.weight", (size,), torch.float32), config.rms_norm_eps)
+            return RMSNorm(
+                reader.tensor(f"{prefix}.{name}.weight", (size,), torch.float32), config.rms_norm_eps
+            )
 
         self._wq_a = Linear(reader.linear(f"{prefix}.wq_a", config.q_lora_rank, hidden))
         self._q_norm = norm("q_norm", config.q_lora_rank)
@@ -105,7 +107,9 @@ class Attention:
             select = batch.select_inputs(self.layer, self.ratio)
             selection = self._indexer(x, q_latent, tables, select, cache, blocks)
         config = self.config
-        q = self._wq_b(self._activations(q_latent)).unflatten(1, (config.num_attention_heads, config.head_dim))
+        q = self._wq_b(self._activations(q_latent)).unflatten(
+            1, (config.num_attention_heads, config.head_dim)
+        )
         attended = self._attend(tables.rotate(q), window_keys, batch, cache, selection)
         return self._project(tables.rotate(attended, inverse=True)), selection
 

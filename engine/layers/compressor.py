@@ -24,8 +24,12 @@ class Compressor:
         self._dtype = reader.dtype
         dtype = reader.dtype if self.ratio == 1 else torch.float32
         self._wkv = Linear(reader.linear(f"{prefix}.wkv", head_dim, hidden, dtype))
-        self._wgate = Linear(reader.linear(f"{prefix}.wgate", head_dim, hidden, dtype)) if self.ratio > 1 else None
-        self._norm = RMSNorm(reader.tensor(f"{prefix}.norm.weight", (head_dim,), torch.float32), config.rms_norm_eps)
+        self._wgate = (
+            Linear(reader.linear(f"{prefix}.wgate", head_dim, hidden, dtype)) if self.ratio > 1 else None
+        )
+        self._norm = RMSNorm(
+            reader.tensor(f"{prefix}.norm.weight", (head_dim,), torch.float32), config.rms_norm_eps
+        )
 
     def __call__(self, x: Tensor, inputs: CompressInputs, cache: KVCache) -> Tensor:
         """Latents of the groups that complete: x [num_rows, hidden] -> [num_groups, head_dim], unrotated."""

@@ -37,7 +37,9 @@ class Engram:
         self._table = reader.raw(f"{prefix}.embed.weight", (num_rows, dim)).to(reader.device)  # as stored
         self._table_scale: Tensor | None = None
         if reader.has(f"{prefix}.embed.scale"):
-            self._table_scale = reader.scales(f"{prefix}.embed.scale", (num_rows, dim // SCALE_BLOCK)).to(reader.device)
+            self._table_scale = reader.scales(f"{prefix}.embed.scale", (num_rows, dim // SCALE_BLOCK)).to(
+                reader.device
+            )
         self._wkv = Linear(reader.linear(f"{prefix}.wkv", (k + 1) * hidden, width))
         self._q_weight = reader.tensor(f"{prefix}.q_weight", (k, hidden), torch.float32)
         self._k_weight = reader.tensor(f"{prefix}.k_weight", (k, hidden), torch.float32)

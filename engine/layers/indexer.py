@@ -42,7 +42,9 @@ class IndexKeys:
     def __init__(self, reader: WeightReader, prefix: str, config: DeepseekV41Config) -> None:
         dim = config.index_head_dim
         self._wk = Linear(reader.linear(f"{prefix}.wk", dim, config.head_dim))
-        self._norm = RMSNorm(reader.tensor(f"{prefix}.k_norm.weight", (dim,), torch.float32), config.rms_norm_eps)
+        self._norm = RMSNorm(
+            reader.tensor(f"{prefix}.k_norm.weight", (dim,), torch.float32), config.rms_norm_eps
+        )
 
     def __call__(self, latents: Tensor, tables: RotaryTables) -> Tensor:
         """Unrotated latents [num_groups, head_dim] -> rotated keys [num_groups, index_head_dim]."""
@@ -53,14 +55,21 @@ class Indexer:
     """Queries of an index source and its selection."""
 
     def __init__(
-        self, reader: WeightReader, prefix: str, config: DeepseekV41Config, layer: int, activations: ActivationFormat
+        self,
+        reader: WeightReader,
+        prefix: str,
+        config: DeepseekV41Config,
+        layer: int,
+        activations: ActivationFormat,
     ) -> None:
         heads, dim = config.index_n_heads, config.index_head_dim
         self._wq_b = Linear(reader.linear(f"{prefix}.wq_b", heads * dim, config.q_lora_rank))
         self._weights_proj = Linear(reader.linear(f"{prefix}.weights_proj", heads, config.hidden_size))
         self._activations = activations
         self._config = config
-        self._source = config.kv_source_of(layer)
+        source = config.kv_source_of(layer)
+        assert source is not None, "an index source compresses"
+        self._source = source
         self._publishes_blocks = layer == config.candidate_source_layer_id
         self._is_reindex = config.is_reindex(layer)
 
@@ -80,7 +89,9 @@ class Indexer:
             blocks: [num_rows, candidate_topk_blocks] of the candidate source, for a reindex layer.
         """
         config = self._config
-        q = self._wq_b(self._activations(q_latent)).unflatten(1, (config.index_n_heads, config.index_head_dim))
+        q = self._wq_b(self._activations(q_latent)).unflatten(
+            1, (config.index_n_heads, config.index_head_dim)
+        )
         q = cache.quantise_index_query(tables.rotate(q))
         head_scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
         head_weights = self._weights_proj(x).float() * head_scale
@@ -92,8 +103,9 @@ class Indexer:
                 tiles.append(self._select_in_blocks(q, head_weights, inputs, cache, blocks, rows))
             else:
                 tiles.append(self._select(q, head_weights, inputs, cache, rows))
-        published = torch.cat([tile.blocks for tile in tiles]) if self._publishes_blocks else blocks
-        return Selection(torch.cat([tile.entries for tile in tiles]), published)
+        if self._publishes_blocks:
+            blocks = torch.cat([tile.blocks for tile in tiles if tile.blocks is not None])
+        return Selection(torch.cat([tile.entries for tile in tiles]), blocks)
 
     def _select(
         self, q: Tensor, head_weights: Tensor, inputs: SelectInputs, cache: KVCache, rows: slice
@@ -132,7 +144,13 @@ class Indexer:
         return Selection(ascending_selection_reference(*best), blocks)
 
     def _select_in_blocks(
-        self, q: Tensor, head_weights: Tensor, inputs: SelectInputs, cache: KVCache, blocks: Tensor, rows: slice
+        self,
+        q: Tensor,
+        head_weights: Tensor,
+        inputs: SelectInputs,
+        cache: KVCache,
+        blocks: Tensor,
+        rows: slice,
     ) -> Selection:
         """Score only the entries of each row's kept blocks, in ascending order."""
         config, device = self._config, q.device
@@ -153,7 +171,9 @@ class Indexer:
             is_out = (some < 0).repeat_interleave(size, dim=1) | (entries >= visible[:, None])
             slots = inputs.slots(entries.clamp_min(0), inputs.chunks[rows])
             keys = cache.read_index_keys(self._source, slots)
-            scores = index_scores_reference(q[rows], head_weights[rows], keys).masked_fill(is_out, float("-inf"))
+            scores = index_scores_reference(q[rows], head_weights[rows], keys).masked_fill(
+                is_out, float("-inf")
+            )
             best = merge_topk_reference(*best, scores, entries)
         return Selection(ascending_selection_reference(*best), None)
 

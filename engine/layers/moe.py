@@ -23,7 +23,11 @@ class MoE:
     def __init__(
         self, reader: WeightReader, prefix: str, config: DeepseekV41Config, activations: ActivationFormat
     ) -> None:
-        hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        hidden, intermediate, experts = (
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.n_routed_experts,
+        )
         self._config = config
         self._activations = activations
         self._gate = reader.tensor(f"{prefix}.gate.weight", (experts, hidden), torch.float32)

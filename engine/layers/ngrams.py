@@ -43,7 +43,9 @@ def build_ngram_tables(config: DeepseekV41Config, tokenizer: Tokenizer) -> Ngram
         )
     primes, offsets, sums = _bucket_primes(config)
     if sums != config.engram_num_embeddings:
-        raise ConfigError(f"engram tables need {sums} rows, engram_num_embeddings is {config.engram_num_embeddings}")
+        raise ConfigError(
+            f"engram tables need {sums} rows, engram_num_embeddings is {config.engram_num_embeddings}"
+        )
     size = config.engram_max_ngram_size
     bound = (2**63 - 1) // config.engram_compressed_vocab_size // 2
     multipliers = [
@@ -52,7 +54,9 @@ def build_ngram_tables(config: DeepseekV41Config, tokenizer: Tokenizer) -> Ngram
     ]
     padded = np.zeros(config.vocab_size, dtype=np.int64)
     padded[: len(classes)] = classes[: config.vocab_size]
-    return NgramTables(padded, int(classes[config.engram_pad_token_id]), np.stack(multipliers), primes, offsets)
+    return NgramTables(
+        padded, int(classes[config.engram_pad_token_id]), np.stack(multipliers), primes, offsets
+    )
 
 
 def token_classes(tokenizer: Tokenizer) -> np.ndarray:
@@ -68,7 +72,7 @@ def token_classes(tokenizer: Tokenizer) -> np.ndarray:
 def _class_key(tokenizer: Tokenizer, token_id: int) -> str:
     text = tokenizer.decode([token_id], skip_special_tokens=False)
     if "\ufffd" in text:
-        return tokenizer.id_to_token(token_id)
+        return tokenizer.id_to_token(token_id) or text
     folded = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
     folded = "".join(c for c in folded if unicodedata.category(c) != "Mn").lower()
     folded = _BLANKS.sub(" ", folded)

@@ -1,4 +1,4 @@
-"""Engram in plain torch: hash n-grams to table rows, and gate the looked-up value. The model page's section 8."""
+"""Engram in plain torch: n-gram hashes and the gate; the model page's section 8."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from kernels.rms_norm import inverse_rms
 from kernels.tree_sum import tree_sum
 
 
-def engram_hash_reference(ngram_classes: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor) -> Tensor:
+def engram_hash_reference(
+    ngram_classes: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor
+) -> Tensor:
     """Table rows of every position.
 
     Args:

@@ -22,7 +22,9 @@ class Routes(NamedTuple):
     weights: Tensor  # [num_rows, top_k] fp32
 
 
-def route_tokens_reference(x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int, routed_scale: float) -> Routes:
+def route_tokens_reference(
+    x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int, routed_scale: float
+) -> Routes:
     """Choose by biased score, weigh by the unbiased one.
 
     Args:
@@ -92,9 +94,7 @@ def expert_mlp_reference(
 def _grouped_linear(x: Tensor, sizes: list[int], weights: Tensor) -> Tensor:
     """Consecutive runs of ``sizes`` rows, each through its own expert's weight."""
     parts = [
-        linear_reference(rows, weights[expert])
-        for expert, rows in enumerate(x.split(sizes))
-        if len(rows)
+        linear_reference(rows, weights[expert]) for expert, rows in enumerate(x.split(sizes)) if len(rows)
     ]
     return torch.cat(parts)
 

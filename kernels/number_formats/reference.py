@@ -41,7 +41,14 @@ def _to_e2m1(x: Tensor) -> Tensor:
     """4-bit codes (uint8) of fp32 numbers: round to nearest, ties to the even code, sign in bit 3."""
     a = x.abs()
     code = (a > 0.25).to(torch.uint8)
-    for threshold, ties_up in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
+    for threshold, ties_up in (
+        (0.75, True),
+        (1.25, False),
+        (1.75, True),
+        (2.5, False),
+        (3.5, True),
+        (5.0, False),
+    ):
         code += (a >= threshold) if ties_up else (a > threshold)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
@@ -135,6 +142,6 @@ def dequantise_fp8_weight(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantise_mxfp4_weight(packed: Tensor, scale: Tensor) -> Tensor:
-    """[O, I / 2] bytes (low nibble = even column) with an e8m0 scale per 32 columns ([O, I / 32]) -> fp32 [O, I]."""
+    """[O, I / 2] bytes (low nibble = even column), an e8m0 scale per 32 columns [O, I / 32] -> fp32 [O, I]."""
     values = unpack_e2m1(packed.view(torch.uint8))
     return (values.unflatten(-1, (-1, SCALE_BLOCK)) * e8m0_to_float(scale)[..., None]).flatten(-2)

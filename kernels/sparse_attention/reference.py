@@ -8,7 +8,9 @@ from torch import Tensor
 from kernels.tree_sum import tree_sum
 
 
-def sparse_attention_reference(q: Tensor, keys: Tensor, is_valid: Tensor, sink: Tensor, *, scale: float) -> Tensor:
+def sparse_attention_reference(
+    q: Tensor, keys: Tensor, is_valid: Tensor, sink: Tensor, *, scale: float
+) -> Tensor:
     """One softmax over each query's own keys, which are also the values.
 
     Args:
