@@ -8,7 +8,6 @@ limits or end tokens.
 from __future__ import annotations
 
 import codecs
-from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
@@ -42,14 +41,6 @@ class TokenBytes:
         as_bytes = [byte for byte in letters if byte is not None]
         # An added token is written in plain text, not in the byte alphabet.
         return bytes(as_bytes) if len(as_bytes) == len(letters) else token.encode()
-
-
-def load_token_bytes(model_path: str | Path) -> TokenBytes:
-    """Read ``tokenizer.json`` of a model folder. Raises ``ConfigError`` if there is none."""
-    path = Path(model_path) / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"the model folder {model_path} has no tokenizer.json")
-    return TokenBytes(Tokenizer.from_file(str(path)))
 
 
 class IncrementalDetokenizer:

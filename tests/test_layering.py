@@ -125,6 +125,9 @@ def test_the_engines_host_side_reaches_no_device_library() -> None:
 
 
 def test_importing_the_driver_side_loads_no_device_library() -> None:
-    modules = [path[:-3].replace("/", ".") for path in source_files() if path.split("/")[0] == "pipelines"]
-    code = f"import sys, jobs.config, {', '.join(modules)}; sys.exit(not sys.modules.keys().isdisjoint({DEVICE_LIBRARIES}))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    folders = ("jobs", "pipelines")
+    modules = [path[:-3].replace("/", ".") for path in source_files() if path.split("/")[0] in folders]
+    code = (
+        f"import sys, {', '.join(modules)}; sys.exit(not sys.modules.keys().isdisjoint({DEVICE_LIBRARIES}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=150).returncode == 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from engine.detokenizer import IncrementalDetokenizer, TokenBytes, load_token_bytes
+from engine.detokenizer import IncrementalDetokenizer, TokenBytes
 from engine.errors import ConfigError
 
 TOKENIZER = Tokenizer.from_file(
@@ -85,11 +85,6 @@ def test_a_stop_string_across_tokens_is_held_back_until_decided() -> None:
 def test_special_tokens_have_no_text() -> None:
     eos = TOKENIZER.token_to_id("<｜end▁of▁sentence｜>")
     assert push_all([TOKENIZER.token_to_id("a"), eos])[0] == "a"
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
-        load_token_bytes(tmp_path)
 
 
 def test_another_kind_of_tokenizer_is_refused() -> None:
