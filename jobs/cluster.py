@@ -202,7 +202,7 @@ class _Stopper:
 def _connected(job: JobConfig) -> Iterator[int]:
     """Join the cluster that is named, or start a Ray and end it. Yields how many ranks there will be."""
     address = job.cluster.address or os.environ.get("RAY_ADDRESS")
-    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address:
         try:
             ray.init(address=address, **quiet)

@@ -152,6 +152,7 @@ def _distinct(runs: list[RunRecord]) -> list[Mapping[str, str]]:
 def write_report(folder: OutputFolder, status: JobStatus) -> None:
     """Write ``report.json``: the job over all its runs."""
     tree: dict[str, Any] = asdict(status)
+    del tree["is_running"], tree["num_in_flight"]  # of a moment, and this is for later
     tree.update(
         num_read=status.num_read,
         num_ok=status.num_ok,

@@ -1,0 +1,152 @@
+"""Whole jobs on a real local Ray, with a fake engine: processes are killed, and a rerun sets it right."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipelines.report import JobStatus, read_status
+from tests.conftest import ROOT
+from tests.fake_engine import POISON_ID
+from tests.small_jobs import check_answers, random_prompts, read_output, write_prompts
+
+pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.timeout(170)]
+
+MODEL = ROOT / "examples" / "bard" / "model"
+
+
+class Job:
+    """A job's driver process and all that it starts, told apart by a mark in their environment."""
+
+    def __init__(self, tmp_path: Path, *overrides: str) -> None:
+        self.input, self.output = tmp_path / "in", tmp_path / "out"
+        self._overrides = overrides
+        self._mark = uuid.uuid4().hex
+        self._driver: subprocess.Popen[bytes] | None = None
+
+    def start(self, builder: str = "build_slow") -> subprocess.Popen[bytes]:
+        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        environment |= {"PYTHONPATH": str(ROOT), "TEST_JOB_MARK": self._mark}
+        module = "tests.end_to_end.run_fake_job"
+        arguments = [builder, str(MODEL), str(self.input), str(self.output), "2", *self._overrides]
+        self._driver = subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=ROOT, env=environment)
+        return self._driver
+
+    def run(self, builder: str = "build_fast") -> int:
+        return self.start(builder).wait(120)
+
+    def processes(self, title: bytes = b"") -> list[int]:
+        """Live processes that this job's driver started, those whose title holds ``title``."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                environment, command = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
+            except (OSError, ValueError):
+                continue
+            if f"TEST_JOB_MARK={self._mark}".encode() in environment and title in command:
+                found.append(int(entry.name))
+        return found
+
+    def wait_until(self, is_so: Callable[[JobStatus], bool]) -> JobStatus:
+        """Look at the job's status from outside until ``is_so``."""
+        assert self._driver is not None
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            assert self._driver.poll() is None, f"the driver ended with {self._driver.returncode}"
+            if (self.output / "_overnight" / "plan.json").exists():
+                status = read_status(self.output)
+                if is_so(status):
+                    return status
+            time.sleep(0.05)
+        raise TimeoutError("the job did not get there")
+
+    def is_gone(self, timeout_s: float = 10.0) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.processes():
+            time.sleep(0.1)
+        return not self.processes()
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def make(*overrides: str) -> Job:
+        jobs.append(Job(tmp_path, *overrides))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        for pid in job.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_c02_a_killed_driver_and_a_killed_actor_double_and_lose_nothing(make_job: Callable[..., Job]) -> None:
+    job = make_job("input.rows_per_shard=100")
+    prompts = random_prompts(random.Random(7), 400)
+    for index in range(4):
+        write_prompts(job.input / f"{index}.parquet", prompts[index * 100 : index * 100 + 100])
+
+    driver = job.start()
+    job.wait_until(lambda status: status.num_ok > 60)
+    os.kill(job.processes(b"RankActor")[0], signal.SIGKILL)
+    job.wait_until(lambda status: status.num_rank_deaths == 1 and status.num_shards_committed >= 1)
+    driver.kill()
+    driver.wait()
+    assert job.is_gone(), "processes of a killed job live on"
+    stopped = read_status(job.output)
+    assert 60 < stopped.num_ok < 400
+    assert not stopped.is_running
+
+    assert job.run() == 0
+    assert job.is_gone()
+    output = read_output(job.output)
+    check_answers(output, prompts)
+    assert set(output.column("status").to_pylist()) == {"ok"}
+    expected_ids = [f"{i // 100}.parquet#{i % 100}" for i in range(400)]
+    assert output.column("row_id").to_pylist() == expected_ids
+    finished = read_status(job.output)
+    assert (finished.num_reused, finished.num_run) == (stopped.num_ok, 400 - stopped.num_ok)
+    assert not list((job.output / "_overnight" / "tmp").iterdir())
+    assert not list((job.output / "_overnight" / "journals").iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stopped_job_says_75_and_goes_on_when_run_again(
+    make_job: Callable[..., Job], number: signal.Signals
+) -> None:
+    job = make_job()
+    prompts = random_prompts(random.Random(8), 300)
+    write_prompts(job.input / "in.parquet", prompts)
+    driver = job.start()
+    job.wait_until(lambda status: status.num_ok > 40)
+    driver.send_signal(number)
+    assert driver.wait(20) == 75
+    assert job.is_gone()
+    stopped = read_status(job.output)
+    assert 40 < stopped.num_ok < 300
+    assert job.run() == 0
+    check_answers(read_output(job.output), prompts)
+    assert read_status(job.output).num_reused == stopped.num_ok
+
+
+def test_c12b_a_row_that_kills_its_process_is_quarantined(make_job: Callable[..., Job]) -> None:
+    job = make_job("output.max_error_rate=0.001")
+    prompts = random_prompts(random.Random(9), 60)
+    prompts[23] = [9, POISON_ID]
+    write_prompts(job.input / "in.parquet", prompts)
+    assert job.run("build_killed") == 3
+    output = read_output(job.output)
+    check_answers(output, prompts)
+    errors = [(row["row_id"], row["error"]) for row in output.to_pylist() if row["status"] == "error"]
+    assert errors == [("in.parquet#23", "engine_crash")]
+    assert read_status(job.output).num_rank_deaths == 2
