@@ -114,7 +114,6 @@ class Scheduler:
         self._step: ScheduledBatch | None = None
         self._budget = 0
         self._is_short = False
-        self._scheduled: set[Sequence] = set()
         self._pending_snapshots: list[tuple[Sequence, int, int]] = []
 
     # The queue's face
@@ -183,7 +182,6 @@ class Scheduler:
         self._step = step = ScheduledBatch()
         self._budget = self.config.max_num_batched_tokens
         self._is_short = False
-        self._scheduled.clear()
         decoding = [seq for seq in self._running if seq.is_decoding]
         prefilling = [seq for seq in self._running if not seq.is_decoding]
         # The longest first: short ones then fill the step's end. Nothing is admitted before all had a share.
@@ -266,7 +264,6 @@ class Scheduler:
             is_fresh=is_fresh,
         )
         self._step.chunks.append(chunk)
-        self._scheduled.add(seq)
         self._budget -= chunk.num_tokens
         if end in seq.wanted_ends and end % KV_BLOCK_SIZE == 0 and self._reuse.takes_snapshots:
             self._plan_snapshot(seq, end)
@@ -284,7 +281,11 @@ class Scheduler:
     # Preemption
 
     def _try_preempt_for(self, seq: Sequence) -> bool:
-        """Send the youngest sequence younger than ``seq`` and not in the step back to waiting."""
+        """Send the youngest sequence that is younger than ``seq`` back to waiting.
+
+        It is not in the step yet: decodes are considered oldest first, prefills take others' blocks only
+        while the step is empty.
+        """
         assert self._step is not None
         self._is_short = True
         # A prefill can wait for decodes to end, as long as anything runs at all.
@@ -293,7 +294,7 @@ class Scheduler:
         for victim in reversed(self._running):
             if victim is seq:
                 return False
-            if victim not in self._scheduled and not victim.is_reserved:
+            if not victim.is_reserved:
                 self._preempt(victim)
                 return True
         return False
@@ -307,8 +308,7 @@ class Scheduler:
             self.stats.num_offloads += 1
         else:
             self.blocks.release(seq)
-            seq.num_computed_tokens = seq.cached_until = 0
-            seq.wanted_ends = ()
+            seq.num_computed_tokens = 0
         insort(self._waiting, seq, key=_age)
 
     # Admission

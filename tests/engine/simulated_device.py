@@ -11,15 +11,20 @@ from engine.layer_rows import ModelShape
 from engine.scheduler import Move, ScheduledBatch, ScheduledChunk
 from engine.sequence import Sequence
 
-Ring = dict[tuple[int, int], tuple[int, int]]
-"""(layer, slot) -> (row, prefix identity)."""
+Content = tuple[int, int]
+"""What a row is a function of: the identity of its prefix and, in the layers that a ``bounded`` prefill
+approximates, where the prompt ended (0 elsewhere)."""
+
+Ring = dict[tuple[int, int], tuple[int, Content]]
+"""(layer, slot) -> (row, content)."""
 
 
 class SimulatedDevice:
     """Carries out moves and chunks of plain Python content."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, *, is_bounded: bool = False) -> None:
         self.shape = shape
+        self.is_bounded = is_bounded
         self._prefix_ids: dict[tuple[int, int], int] = {}
         self._known: dict[Sequence, list[int]] = {}
         self.blocks: dict[str, dict[int, dict[int, int]]] = {"device": {}, "host": {}}
@@ -64,7 +69,7 @@ class SimulatedDevice:
         seq, shape, end = chunk.seq, self.shape, chunk.end
         assert seq.state_slot is not None
         ids = self.prefix_ids(seq, end)
-        ring = {} if chunk.is_fresh else self.states["device"].setdefault(seq.state_slot, {})
+        ring = {} if chunk.is_fresh else self.states["device"][seq.state_slot]
         self.states["device"][seq.state_slot] = ring
         rows = chunk.layer_rows(shape)
         for row in range(max(chunk.start, chunk.cached_until), end):
@@ -75,13 +80,17 @@ class SimulatedDevice:
                 block.clear()
             block[row % KV_BLOCK_SIZE] = ids[row]
         for layer in range(shape.num_layers):
-            floor = rows.first_window[layer] if chunk.mode == "bounded" else 0
-            available = {row: prefix_id for (at, _), (row, prefix_id) in ring.items() if at == layer}
+            is_approximate = self.is_bounded and layer > shape.decoder_start
+            prompt_end = seq.num_prompt_tokens if is_approximate else 0
+            content = [(prefix_id, prompt_end) for prefix_id in ids]
+            # Before the prompt's end, a bounded row's window is cut; behind it, every row reads all of it.
+            floor = rows.first_window[layer] if is_approximate and end <= seq.num_prompt_tokens else 0
+            available = {row: found for (at, _), (row, found) in ring.items() if at == layer}
             own = range(max(chunk.start, rows.first_window[layer]), end)
-            available |= {row: ids[row] for row in own}
+            available |= {row: content[row] for row in own}
             for row in range(max(chunk.start, rows.first_output[layer]), end):
                 self.num_row_layers += 1
                 for read in range(max(0, floor, row - shape.window + 1), row + 1):
-                    assert available.get(read) == ids[read], f"layer {layer}, row {row} misses row {read}"
+                    assert available.get(read) == content[read], f"layer {layer}, row {row} misses row {read}"
             for row in own[-shape.window :]:
-                ring[layer, row % shape.window] = (row, ids[row])
+                ring[layer, row % shape.window] = (row, content[row])

@@ -45,7 +45,7 @@ class Harness:
         }
         self.config = SchedulerConfig(**{**defaults, **settings})  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config, shape)
-        self.device = SimulatedDevice(shape)
+        self.device = SimulatedDevice(shape, is_bounded=self.config.decoder_prefill == "bounded")
         self.live: list[Sequence] = []
         self.done: list[Sequence] = []
 
@@ -55,9 +55,12 @@ class Harness:
         return seq
 
     def step(self, stop_chance: float = 0.0, rng: random.Random | None = None) -> ScheduledBatch:
+        running = {seq for seq in self.live if seq.status is SequenceStatus.RUNNING}
         batch = self.scheduler.schedule()
         assert batch is not None
         self._check_batch(batch)
+        in_step = {chunk.seq for chunk in batch.chunks}
+        assert running <= in_step or not in_step - running, "one joins while another lacks blocks"
         self.scheduler.check_integrity()
         self.device.run(batch)
         self.scheduler.finish_step(batch)
