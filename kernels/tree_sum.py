@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 
 
-def tree_sum(x: Tensor, *, keepdim: bool = False) -> Tensor:
-    """Sum over the last axis in a fixed pairwise order.
+def tree_sum(x: Tensor, dim: int = -1, *, keepdim: bool = False) -> Tensor:
+    """Sum over one axis in a fixed pairwise order.
 
     Args:
-        x: [..., n], any float dtype; n >= 1.
+        x: any shape and float dtype; the axis has length n >= 1.
+        dim: the axis to sum.
         keepdim: keep the summed axis with length 1.
 
     Returns:
-        [...] (or [..., 1]), dtype of ``x``. Halves are added while the length is above one; an odd
-        element out is carried to the next round unchanged.
+        ``x`` without that axis, same dtype. The first half is added to the second while the length is
+        above one; an odd element out is carried to the next round unchanged.
     """
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x: needs a last axis of length >= 1, got shape {tuple(x.shape)}")
-    while x.shape[-1] > 1:
-        n = x.shape[-1]
+    if x.dim() == 0 or x.shape[dim] == 0:
+        raise ValueError(f"x: needs an axis {dim} of length >= 1, got shape {tuple(x.shape)}")
+    while x.shape[dim] > 1:
+        n = x.shape[dim]
         half = n // 2
-        pairs = x[..., :half] + x[..., half : 2 * half]
-        x = torch.cat([pairs, x[..., 2 * half :]], dim=-1) if n % 2 else pairs
-    return x if keepdim else x[..., 0]
+        pairs = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = torch.cat([pairs, x.narrow(dim, n - 1, 1)], dim=dim) if n % 2 else pairs
+    return x if keepdim else x.squeeze(dim)

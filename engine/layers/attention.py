@@ -133,19 +133,28 @@ class Attention:
         out = []
         for start in range(0, q.shape[0], QUERY_TILE):
             rows = slice(start, start + QUERY_TILE)
-            keys, is_valid = window_keys[window.key_rows[rows]], window.is_valid[rows]
+            # Stale bytes behind an invalid key could be NaN, and NaN times zero is NaN.
+            is_valid = window.is_valid[rows]
+            keys = window_keys[window.key_rows[rows]].masked_fill(~is_valid[..., None], 0.0)
             if self.kv_source is not None:
                 assert selection is not None, "a compressing layer runs after its index source"
-                select = batch.select_inputs(self.layer, self.ratio)
                 entries = selection.entries[rows]
-                slots = select.slots(entries.clamp_min(0), select.chunks[rows])
-                keys = torch.cat([keys, cache.read_entries(self.kv_source, slots)], dim=1)
+                keys = torch.cat([keys, self._read_entries(entries, rows, batch, cache)], dim=1)
                 is_valid = torch.cat([is_valid, entries >= 0], dim=1)
-            # Stale bytes behind an invalid key could be NaN, and NaN times zero is NaN.
-            keys = keys.masked_fill(~is_valid[..., None], 0.0)
             scale = self.config.head_dim**-0.5
             out.append(sparse_attention_reference(q[rows], keys, is_valid, self._sink, scale=scale))
         return torch.cat(out)
+
+    def _read_entries(self, entries: Tensor, rows: slice, batch: BatchInputs, cache: KVCache) -> Tensor:
+        """Selected entries [n, index_topk] -> [n, index_topk, head_dim] fp32, zeros where there is none."""
+        assert self.kv_source is not None
+        select = batch.select_inputs(self.layer, self.ratio)
+        # Only as many columns are read as the tile can have; the shape stays the same for every tile.
+        most = min(int(select.host_num_visible[rows].max()), entries.shape[1])
+        wanted = entries[:, :most]
+        slots = select.slots(wanted.clamp_min(0), select.chunks[rows])
+        read = cache.read_entries(self.kv_source, slots).masked_fill((wanted < 0)[..., None], 0.0)
+        return torch.nn.functional.pad(read, (0, 0, 0, entries.shape[1] - most))
 
     def _project(self, attended: Tensor) -> Tensor:
         """Grouped output: consecutive heads share a down-projection. ``wo_a`` reads unquantised input."""

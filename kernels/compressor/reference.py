@@ -18,7 +18,7 @@ def pool_groups_reference(keys_and_gates: Tensor, group_rows: Tensor) -> Tensor:
     Returns:
         [num_groups, head_dim] fp32.
     """
-    grouped = keys_and_gates[group_rows].permute(0, 2, 3, 1)  # [num_groups, 2, head_dim, ratio]
-    keys, gates = grouped[:, 0], grouped[:, 1]
-    weights = torch.exp(gates - gates.amax(-1, keepdim=True))
-    return tree_sum(weights * keys) / tree_sum(weights)
+    grouped = keys_and_gates[group_rows]  # [num_groups, ratio, 2, head_dim]
+    keys, gates = grouped[:, :, 0], grouped[:, :, 1]
+    weights = torch.exp(gates - gates.amax(1, keepdim=True))
+    return tree_sum(weights * keys, 1) / tree_sum(weights, 1)

@@ -49,18 +49,15 @@ def mix_streams_reference(
     z = linear_reference(flat * inverse_rms(flat, norm_eps), fn)
     pre = torch.sigmoid(z[:, :k] * scale[0] + base[:k]) + eps
     post = 2 * torch.sigmoid(z[:, k : 2 * k] * scale[1] + base[k : 2 * k])
-    comb = (z[:, 2 * k :] * scale[2] + base[2 * k :]).view(num_rows, k, k)
-    comb = torch.exp(comb - comb.amax(-1, keepdim=True))
-    comb = comb / tree_sum(comb, keepdim=True) + eps
-    comb = _divide_columns(comb, eps)
+    # Rows innermost, so that the many small steps below run along contiguous memory.
+    comb = (z[:, 2 * k :] * scale[2] + base[2 * k :]).t().contiguous().view(k, k, num_rows)
+    comb = torch.exp(comb - comb.amax(1, keepdim=True))
+    comb = comb / tree_sum(comb, 1, keepdim=True) + eps
+    comb = comb / (tree_sum(comb, 0, keepdim=True) + eps)
     for _ in range(num_iterations - 1):
-        comb = comb / (tree_sum(comb, keepdim=True) + eps)
-        comb = _divide_columns(comb, eps)
-    return StreamMix(pre, post, comb)
-
-
-def _divide_columns(comb: Tensor, eps: float) -> Tensor:
-    return comb / (tree_sum(comb.transpose(1, 2))[:, None, :] + eps)
+        comb = comb / (tree_sum(comb, 1, keepdim=True) + eps)
+        comb = comb / (tree_sum(comb, 0, keepdim=True) + eps)
+    return StreamMix(pre, post, comb.permute(2, 0, 1).contiguous())
 
 
 def collapse_streams_reference(streams: Tensor, pre: Tensor) -> Tensor:
@@ -73,7 +70,7 @@ def collapse_streams_reference(streams: Tensor, pre: Tensor) -> Tensor:
         [num_rows, hidden], dtype of ``streams``.
     """
     weighted = streams.float() * pre[..., None]
-    return tree_sum(weighted.movedim(1, -1)).to(streams.dtype)
+    return tree_sum(weighted, 1).to(streams.dtype)
 
 
 def expand_streams_reference(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -85,7 +82,7 @@ def expand_streams_reference(y: Tensor, streams: Tensor, post: Tensor, comb: Ten
     """
     wide = streams.float()
     mixed = [
-        post[:, k, None] * y.float() + tree_sum((comb[:, :, k, None] * wide).movedim(1, -1))
+        post[:, k, None] * y.float() + tree_sum(comb[:, :, k, None] * wide, 1)
         for k in range(streams.shape[1])
     ]
     return torch.stack(mixed, dim=1).to(streams.dtype)

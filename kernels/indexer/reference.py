@@ -24,7 +24,7 @@ def index_scores_reference(q: Tensor, head_weights: Tensor, keys: Tensor) -> Ten
     """
     transposed = keys.transpose(1, 2).expand(q.shape[0], -1, -1)
     weighted = torch.relu(torch.bmm(q, transposed)) * head_weights[..., None]
-    return tree_sum(weighted.transpose(1, 2))
+    return tree_sum(weighted, 1)
 
 
 def merge_topk_reference(

@@ -142,6 +142,6 @@ def dequantise_fp8_weight(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantise_mxfp4_weight(packed: Tensor, scale: Tensor) -> Tensor:
-    """[O, I / 2] bytes (low nibble = even column), an e8m0 scale per 32 columns [O, I / 32] -> fp32 [O, I]."""
+    """[O, I / 2] bytes (low nibble = even column), an e8m0 scale per 32 columns -> fp32 [O, I]."""
     values = unpack_e2m1(packed.view(torch.uint8))
     return (values.unflatten(-1, (-1, SCALE_BLOCK)) * e8m0_to_float(scale)[..., None]).flatten(-2)
