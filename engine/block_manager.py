@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 from engine.config import KV_BLOCK_SIZE
@@ -162,6 +163,12 @@ class BlockManager:
         seq.state_slot = self.states.take_device()
         self.moves.append(Move("state", "host", "device", seq.host_state, seq.state_slot))
         self._release_host(seq)
+
+    def take_moves(self) -> list[Move]:
+        """The copies written down since the last call, without those that are overwritten unread."""
+        runs = groupby(self.moves, key=lambda move: (move.kind, move.source_place))
+        self.moves = []
+        return [move for _, run in runs for move in {move.target: move for move in run}.values()]
 
     # Device blocks
 

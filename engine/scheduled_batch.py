@@ -44,7 +44,10 @@ class ScheduledChunk:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step. Moves are carried out strictly in list order: before the forward pass, and after it."""
+    """One step. Moves are carried out in list order: before the forward pass, and after it.
+
+    Consecutive moves of one kind and direction have different targets, so they may travel together.
+    """
 
     moves_before: list[Move] = field(default_factory=list)
     chunks: list[ScheduledChunk] = field(default_factory=list)

@@ -193,8 +193,7 @@ class Scheduler:
         if not self._is_short:
             self._admit_waiting()
         assert step.chunks, "a step without rows while there is work"
-        step.moves_before = self.blocks.moves
-        self.blocks.moves = []
+        step.moves_before = self.blocks.take_moves()
         return step
 
     def finish_step(self, batch: ScheduledBatch) -> None:

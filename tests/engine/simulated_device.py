@@ -6,6 +6,8 @@ or a stale one, is noticed wherever it is read.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from engine.config import KV_BLOCK_SIZE
 from engine.layer_rows import ModelShape
 from engine.scheduler import Move, ScheduledBatch, ScheduledChunk
@@ -52,10 +54,13 @@ class SimulatedDevice:
         return ids[:end]
 
     def _move(self, moves: list[Move]) -> None:
-        for move in moves:
-            store = self.blocks if move.kind == "block" else self.states
-            assert move.source in store[move.source_place], f"{move} copies what was never written"
-            store[move.target_place][move.target] = dict(store[move.source_place][move.source])
+        for (kind, place), group in groupby(moves, key=lambda move: (move.kind, move.source_place)):
+            run = list(group)
+            assert len({move.target for move in run}) == len(run), f"{run} has one target twice"
+            store = self.blocks if kind == "block" else self.states
+            for move in run:
+                assert move.source in store[place], f"{move} copies what was never written"
+                store[move.target_place][move.target] = dict(store[place][move.source])
 
     def _check_prefix_before(self, chunk: ScheduledChunk) -> None:
         """All rows that exist already are in the table's blocks, before anything of this step is written."""

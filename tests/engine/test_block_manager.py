@@ -262,3 +262,13 @@ def test_random_lives_keep_every_count_right(seed: int) -> None:
         elif len(running) < 4 and manager.can_hold([], len(tokens) // KV_BLOCK_SIZE + 1, 0):
             live.append(run_prompt(manager, seq_id, tokens))
         manager.check_integrity(live)
+
+
+def test_a_host_block_taken_twice_in_one_run_is_copied_to_once() -> None:
+    manager = build_manager(num_blocks=4, num_host_blocks=1)
+    manager.release(run_prompt(manager, 0, tokens_of(1, 2)))
+    manager.release(run_prompt(manager, 1, tokens_of(3, 4, 5)))
+    assert len(manager.moves) == 2
+    assert len(manager.take_moves()) == 1
+    assert manager.take_moves() == []
+    manager.check_integrity([])
