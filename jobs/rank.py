@@ -42,6 +42,7 @@ EngineBuilder = Callable[[EngineConfig], Engine]
 _SYNC_INTERVAL_S = 1.0  # the promise is two seconds; a sync that is slow itself needs the rest
 _EXCHANGE_WAIT_S = 0.2
 _IDLE_WAIT_S = 0.02
+_GATHER_S = 0.02
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -126,6 +127,9 @@ class RankWorker:
         if orders.stop:
             self._stop()
         with self._changed:
+            if self._leases:
+                # News of a busy rank is gathered for a moment: each exchange costs the loop some time.
+                self._changed.wait_for(lambda: self._is_over, min(wait_s, _GATHER_S))
             self._changed.wait_for(lambda: self._has_news or self._is_over, wait_s)
             self._has_news = False
             if self._failure is not None:

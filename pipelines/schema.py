@@ -192,22 +192,18 @@ _VALUES: dict[str, _Value] = {
 
 def _unify_files(files: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
     first_name, first = files[0]
-    repeated = [name for name in first.names if first.names.count(name) > 1]
-    if repeated:
-        raise ConfigError(f"input file {first_name!r} has two columns named {repeated[0]!r}")
+    for name, schema in files:
+        repeated = [column for column in schema.names if schema.names.count(column) > 1]
+        if repeated:
+            raise ConfigError(f"input file {name!r} has two columns named {repeated[0]!r}")
     types = {field.name: _plain(field.type) for field in first}
     for name, schema in files[1:]:
         missing = sorted(types.keys() - set(schema.names))
         extra = sorted(set(schema.names) - types.keys())
-        if missing or extra or len(schema.names) != len(types):
-            what = (
-                f"has no column {missing[0]!r}"
-                if missing
-                else f"has a column {(extra or schema.names)[0]!r} more"
-            )
-            raise ConfigError(
-                f"input file {name!r} {what} than {first_name!r}: all must have the same columns"
-            )
+        if missing:
+            raise ConfigError(f"input file {name!r} lacks column {missing[0]!r}, which {first_name!r} has")
+        if extra:
+            raise ConfigError(f"input file {name!r} has column {extra[0]!r}, which {first_name!r} lacks")
         for field in schema:
             unified = _unify(types[field.name], _plain(field.type))
             if unified is None:
@@ -262,13 +258,11 @@ def _unify(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
 
 
 def _wider_number(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    try:
-        unified = pa.unify_schemas(
-            [pa.schema([("x", a)]), pa.schema([("x", b)])], promote_options="permissive"
-        )
-    except pa.ArrowException:
+    t = pa.types
+    if t.is_integer(a) != t.is_integer(b):
+        # Whole numbers beyond 2**53 would change when made floating.
+        return pa.float64() if (a if t.is_integer(a) else b).bit_width <= 32 else None
+    if pa.uint64() in (a, b) and (t.is_signed_integer(a) or t.is_signed_integer(b)):
         return None
-    wide: pa.DataType = unified.field("x").type
-    # Whole numbers beyond 2**53 would change when made floating.
-    is_mixed = pa.types.is_integer(a) != pa.types.is_integer(b)
-    return None if is_mixed and max(a.bit_width, b.bit_width) > 32 else wide
+    unified = pa.unify_schemas([pa.schema([("x", a)]), pa.schema([("x", b)])], promote_options="permissive")
+    return unified.field("x").type
