@@ -95,6 +95,8 @@ class SimulatedDevice:
             available |= {row: content[row] for row in own}
             for row in range(max(chunk.start, rows.first_output[layer]), end):
                 self.num_row_layers += 1
+                is_cut = self.is_bounded and layer >= shape.decoder_start
+                assert not is_cut or row >= seq.num_prompt_tokens - shape.window, "a bounded row too many"
                 for read in range(max(0, floor, row - shape.window + 1), row + 1):
                     assert available.get(read) == content[read], f"layer {layer}, row {row} misses row {read}"
             for row in own[-shape.window :]:
