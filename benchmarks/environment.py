@@ -1,0 +1,37 @@
+"""What a number was measured on: printed by every benchmark before its results."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import torch
+import triton
+
+
+def device_name() -> str:
+    """The GPU's name, or the CPU's architecture and core count."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} torch thread(s)"
+
+
+def commit() -> str:
+    """The checkout's commit, with + for uncommitted changes; "unknown" outside a checkout."""
+    root = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout.strip()
+
+    name = git("rev-parse", "--short", "HEAD")
+    return (name + ("+" if git("status", "--porcelain") else "")) if name else "unknown"
+
+
+def describe() -> str:
+    """Two lines: when, where, which versions; and the command."""
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, python {platform.python_version()}"
+    command = " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    return f"{date.today()}, {device_name()}, {versions}, commit {commit()}\n{command}"

@@ -1,0 +1,123 @@
+"""The same bits on a GPU: whatever the batch, chunk, pool, cache, preemption or decoder tail.
+
+The CPU's property test covers many more mixes; here a fixed handful runs per dtype, and the scratch
+of a step is held against the context length.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import EngineConfig, Request, SamplingParams
+from engine.llm_engine import LLMEngine
+from engine.model_runner import ModelRunner
+from engine.models.deepseek_v41_config import load_model_config
+from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
+from engine.sequence import Sequence
+from tokenizers import Tokenizer
+
+pytestmark = pytest.mark.gpu
+
+DATA = Path(__file__).parents[1] / "data"
+MODELS = {
+    "tiny": DATA / "tiny",
+    "tiny-quant": DATA / "tiny-quant",
+    "bard": Path(__file__).parents[2] / "examples" / "bard" / "model",
+}
+DISTURBANCES: dict[str, dict[str, object]] = {
+    "together": {},
+    "small chunks": {"max_num_batched_tokens": 37},
+    "offload": {"max_num_batched_tokens": 64, "num_kv_blocks": 12},
+    "recompute": {"max_num_batched_tokens": 64, "num_kv_blocks": 12, "preemption": "recompute"},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "full decoder": {"decoder_prefill": "full", "max_num_batched_tokens": 100},
+}
+
+
+def requests(seed: int, vocab_size: int) -> list[Request]:
+    rng = random.Random(seed)
+    shared = [rng.randrange(10, vocab_size) for _ in range(256)]
+    result = []
+    for index, length in enumerate((1, 17, 150, 40, 300, 64, 5, 90)):
+        prompt = [rng.randrange(10, vocab_size) for _ in range(length)]
+        sampling = SamplingParams(
+            temperature=(0.0, 0.8)[index % 2], top_p=0.9, max_tokens=24, n=1 + (index == 3), ignore_eos=True
+        )
+        ids = shared[: 64 * (index % 4)] + prompt
+        result.append(Request(request_id=f"row {index}", prompt_token_ids=ids, sampling=sampling))
+    return result
+
+
+def answers(config: EngineConfig, batches: list[list[Request]]) -> dict[str, list[str]]:
+    engine = LLMEngine.build(config)
+    digests = {}
+    for batch in batches:
+        for request in batch:
+            engine.add_request(request)
+        while engine.has_unfinished():
+            for output in engine.step():
+                digests[output.request_id] = [c.output_digest for c in output.completions]
+            engine.scheduler.check_integrity()
+    return digests
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_disturbance_leaves_the_bits(model: str, dtype: str) -> None:
+    seed = 20261130
+    print(f"seed {seed}")
+    path = MODELS[model]
+
+    def config(**changes: object) -> EngineConfig:
+        return EngineConfig(model=str(path), dtype=dtype, device="cuda", max_model_len=1024, **changes)
+
+    rows = requests(seed, load_model_config(path).vocab_size)
+    alone = answers(config(decoder_prefill="full", enable_prefix_caching=False), [[row] for row in rows])
+    for name, changes in DISTURBANCES.items():
+        assert answers(config(**changes), [rows]) == alone, name
+
+
+def test_c09_scratch_does_not_grow_with_the_context(tmp_path: Path) -> None:
+    """One chunk at the end of 8k, 64k and 256k tokens: the same peak outside the pools, within 10 %."""
+    source = MODELS["bard"]
+    for path in source.iterdir():
+        if path.name != "config.json":
+            (tmp_path / path.name).symlink_to(path)
+    raw = json.loads((source / "config.json").read_text())
+    raw["text_config"]["max_position_embeddings"] = 300_000
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = EngineConfig(
+        model=str(tmp_path), dtype="bfloat16", device="cuda", max_num_seqs=1, max_num_batched_tokens=4096
+    )
+    runner = ModelRunner(config, load_model_config(tmp_path), Tokenizer.from_file(str(source / "tokenizer.json")))
+    rng = random.Random(0)
+    peaks = {}
+    for length in (8 << 10, 64 << 10, 256 << 10):
+        tokens = [rng.randrange(10, 4096) for _ in range(length)]
+        seq = Sequence.build(
+            Request(request_id="long", prompt_token_ids=tokens), sample_index=0, seq_id=0, max_model_len=300_000
+        )
+        seq.state_slot, seq.block_table = 0, list(range(length // 64))
+        chunk = ScheduledChunk(
+            seq=seq,
+            start=length - 4096,
+            num_tokens=4096,
+            tail_end=length,
+            cached_until=0,
+            mode="full",
+            samples=True,
+            is_fresh=False,
+        )
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        runner.run(ScheduledBatch(chunks=[chunk]))
+        torch.cuda.synchronize()
+        peaks[length] = torch.cuda.max_memory_allocated() - before
+    print(f"peak bytes outside the pools by context: {peaks}")
+    assert max(peaks.values()) <= 1.1 * min(peaks.values())
