@@ -47,6 +47,17 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        names = ("max_model_len", "num_kv_blocks", "host_memory_bytes", "num_host_kv_blocks", "num_host_states")
+        for name in (*names, "max_num_preemptions"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
