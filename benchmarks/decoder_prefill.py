@@ -44,7 +44,9 @@ def measure(model: str, mode: str, prompt: list[int], args: argparse.Namespace) 
         )
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    engine.add_request(Request(request_id="warm-up", prompt_token_ids=prompt[: args.chunk], sampling=sampling))
+    engine.add_request(
+        Request(request_id="warm-up", prompt_token_ids=prompt[: args.chunk], sampling=sampling)
+    )
     while engine.has_unfinished():
         engine.step()
     engine.add_request(Request(request_id="long", prompt_token_ids=prompt, sampling=sampling))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from engine import EngineConfig, Request, SamplingParams
 from engine.llm_engine import LLMEngine
@@ -19,7 +20,6 @@ from engine.model_runner import ModelRunner
 from engine.models.deepseek_v41_config import load_model_config
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from engine.sequence import Sequence
-from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.gpu
 
@@ -94,13 +94,18 @@ def test_c09_scratch_does_not_grow_with_the_context(tmp_path: Path) -> None:
     config = EngineConfig(
         model=str(tmp_path), dtype="bfloat16", device="cuda", max_num_seqs=1, max_num_batched_tokens=4096
     )
-    runner = ModelRunner(config, load_model_config(tmp_path), Tokenizer.from_file(str(source / "tokenizer.json")))
+    runner = ModelRunner(
+        config, load_model_config(tmp_path), Tokenizer.from_file(str(source / "tokenizer.json"))
+    )
     rng = random.Random(0)
     peaks = {}
     for length in (8 << 10, 64 << 10, 256 << 10):
         tokens = [rng.randrange(10, 4096) for _ in range(length)]
         seq = Sequence.build(
-            Request(request_id="long", prompt_token_ids=tokens), sample_index=0, seq_id=0, max_model_len=300_000
+            Request(request_id="long", prompt_token_ids=tokens),
+            sample_index=0,
+            seq_id=0,
+            max_model_len=300_000,
         )
         seq.state_slot, seq.block_table = 0, list(range(length // 64))
         chunk = ScheduledChunk(
