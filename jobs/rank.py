@@ -107,6 +107,7 @@ class RankWorker:
         self._new_leases: deque[Lease] = deque()
         self._leases: deque[_LeaseRun] = deque()
         self._in_flight: dict[str, tuple[_LeaseRun, int]] = {}
+        self._prompt_lengths: list[int] = []
         self._published: list[tuple[int, Tally]] = []
         self._must_prepare = self._is_draining = self._is_stopped = self._has_news = False
         self._failure: str | None = None
@@ -193,21 +194,24 @@ class RankWorker:
                 row += batch.num_rows
 
     def _feed(self, serving: Serving) -> None:
-        """Add rows while few wait: enough to fill the next step, not so many that prompts pile up."""
+        """Add rows until the next step is sure to be full, and not so many that prompts pile up.
+
+        A step takes no more prompt tokens than its budget, so that many tokens are enough to wait.
+        """
         few = max(2, serving.capacity // 4)
         num_waiting = serving.engine.stats().num_waiting
-        if num_waiting >= few:
-            return
-        num_tokens = 0
+        # Requests start in the order they came, so the last ones are those that wait.
+        num_tokens = sum(self._prompt_lengths[-num_waiting:]) if num_waiting else 0
         while len(self._in_flight) < serving.capacity + few and (
             num_waiting < few or num_tokens < serving.max_num_batched_tokens
         ):
             run = next((run for run in self._leases if not run.is_read), None)
             if run is None or (run.lease.is_solo and self._in_flight):
-                return
+                break
             added = self._add_next_row(serving, run)
             num_waiting += added > 0
             num_tokens += added
+        del self._prompt_lengths[: -(serving.capacity + few)]
 
     def _add_next_row(self, serving: Serving, run: _LeaseRun) -> int:
         """Read, render and add the lease's next row; its prompt tokens, 0 when it was refused."""
@@ -224,6 +228,7 @@ class RankWorker:
             run.finished.append(FinishedRow(row=row, error=rejected.code, error_message=rejected.message))
             return 0
         self._in_flight[row_id] = (run, row)
+        self._prompt_lengths.append(len(request.prompt_token_ids))
         return len(request.prompt_token_ids)
 
     def _take(self, output: RequestOutput) -> None:

@@ -53,7 +53,7 @@ class FakeEngine:
         self._running: dict[str, tuple[Request, int]] = {}
         self.num_steps = 0
         self.max_num_waiting = 0
-        self.max_num_running = 0
+        self.num_running_at_steps: list[int] = []
 
     def add_request(self, request: Request) -> None:
         if REFUSED_ID in request.prompt_token_ids:
@@ -72,14 +72,16 @@ class FakeEngine:
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             request = self._waiting.popleft()
             self._running[request.request_id] = (request, 0)
-        self.max_num_running = max(self.max_num_running, len(self._running))
+        self.num_running_at_steps.append(len(self._running))
         if self._step_s:
             time.sleep(self._step_s)
         outputs = []
         for request_id, (request, num_tokens) in list(self._running.items()):
             if POISON_ID in request.prompt_token_ids:
                 self._die()
-            longest = max(len(expected_token_ids(list(request.prompt_token_ids), s)) for s in range(request.sampling.n))
+            longest = max(
+                len(expected_token_ids(list(request.prompt_token_ids), s)) for s in range(request.sampling.n)
+            )
             self._running[request_id] = (request, num_tokens + 1)
             if num_tokens + 1 >= longest:
                 del self._running[request_id]
@@ -95,7 +97,9 @@ class FakeEngine:
             ids = tuple(expected_token_ids(list(request.prompt_token_ids), sample))
             logprobs = tuple(-0.5 for _ in ids)
             k = request.sampling.logprobs
-            top = TokenLogprobs(token_ids=tuple(range(k or 0)), logprobs=tuple(-1.0 - i for i in range(k or 0)))
+            top = TokenLogprobs(
+                token_ids=tuple(range(k or 0)), logprobs=tuple(-1.0 - i for i in range(k or 0))
+            )
             completions.append(
                 Completion(
                     index=sample,

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine import Engine, EngineConfig, EngineDead, Request, RequestRejected, SamplingParams
-from jobs.rank import RankWorker, Serving
+from jobs.rank import RankWorker, Renderer, Serving
 from pipelines.driver import Driver, Orders, RankDied, RankReport
 from pipelines.manifest import OutputFolder, check_folder, claim_run, write_plan
 from pipelines.plan import Plan, build_plan
@@ -33,7 +33,9 @@ def random_prompts(random_: random.Random, count: int) -> list[list[int] | None]
     return [[random_.randrange(1, 100) for _ in range(random_.randrange(1, 6))] for _ in range(count)]
 
 
-def make_plan(input_path: Path | str, rows_per_shard: int = 10, num_samples: int = 1, **settings: Any) -> Plan:
+def make_plan(
+    input_path: Path | str, rows_per_shard: int = 10, num_samples: int = 1, **settings: Any
+) -> Plan:
     """A plan without a JobConfig."""
     found = find_input(str(input_path))
     contract = build_contract(
@@ -91,6 +93,7 @@ class InProcessFleet:
         *,
         capacity: int = 4,
         make_engine: EngineMaker | None = None,
+        renderer: Renderer | None = None,
         random_: random.Random | None = None,
         chance: float = 0.0,
     ) -> None:
@@ -102,6 +105,7 @@ class InProcessFleet:
         self._capacity = capacity
         config = EngineConfig(model="fake", max_num_seqs=capacity)
         self._make_engine = make_engine if make_engine is not None else lambda n: FakeEngine(config)
+        self._renderer = renderer if renderer is not None else TokenRenderer()
         self._random = random_ if random_ is not None else random.Random(0)
         self._chance = chance
         self._asked: dict[int, Orders] = {}
@@ -113,7 +117,7 @@ class InProcessFleet:
         def build() -> Serving:
             return Serving(
                 engine=self._make_engine(number),
-                renderer=TokenRenderer(),
+                renderer=self._renderer,
                 capacity=self._capacity,
                 max_num_batched_tokens=64,
             )
@@ -153,7 +157,9 @@ class InProcessFleet:
         self._asked.pop(slot, None)
 
 
-def start_run(folder: OutputFolder, plan: Plan, num_slots: int = 2, **fleet: Any) -> tuple[Driver, InProcessFleet]:
+def start_run(
+    folder: OutputFolder, plan: Plan, num_slots: int = 2, **fleet: Any
+) -> tuple[Driver, InProcessFleet]:
     """What a new driver process does before its loop."""
     check_folder(folder, plan)
     write_plan(folder, plan)

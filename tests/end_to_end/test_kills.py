@@ -59,7 +59,7 @@ class Job:
     def wait_until(self, is_so: Callable[[JobStatus], bool]) -> JobStatus:
         """Look at the job's status from outside until ``is_so``."""
         assert self._driver is not None
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             assert self._driver.poll() is None, f"the driver ended with {self._driver.returncode}"
             if (self.output / "_overnight" / "plan.json").exists():

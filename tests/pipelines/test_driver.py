@@ -187,7 +187,11 @@ def test_a_hanging_rank_is_ended(tmp_path: Path, folder: OutputFolder) -> None:
     def wait_without_the_stuck(timeout_s: float) -> list:
         events = wait(timeout_s)
         # It built its engine and took rows; from then on it is silent.
-        return [(slot, e) for slot, e in events if slot not in stuck or getattr(e, "capacity", 0) == 0 or not e.leases]
+        return [
+            (slot, e)
+            for slot, e in events
+            if slot not in stuck or getattr(e, "capacity", 0) == 0 or not e.leases
+        ]
 
     def kill_and_free(slot: int) -> None:
         stuck.discard(slot)

@@ -13,7 +13,9 @@ from pipelines.schema import ColumnContract, FinishedRow, build_contract
 L = pa.large_string()
 
 
-def contract(*schemas: pa.Schema, prefix: str = "", num_samples: int = 1, has_logprobs: bool = False) -> ColumnContract:
+def contract(
+    *schemas: pa.Schema, prefix: str = "", num_samples: int = 1, has_logprobs: bool = False
+) -> ColumnContract:
     files = [(f"{index}.parquet", schema) for index, schema in enumerate(schemas)]
     return build_contract(files, prefix=prefix, num_samples=num_samples, has_logprobs=has_logprobs)
 
@@ -44,7 +46,9 @@ def test_output_columns_in_order() -> None:
 
 @pytest.mark.parametrize("name", ["prompt", "messages", "prompt_token_ids"])
 def test_sampling_columns_are_read_with_the_prompt(name: str) -> None:
-    found = contract(schema(**{"temperature": pa.float64(), "id": pa.int64(), name: pa.null(), "seed": pa.int64()}))
+    found = contract(
+        schema(**{"temperature": pa.float64(), "id": pa.int64(), name: pa.null(), "seed": pa.int64()})
+    )
     assert found.render_columns == (name, "temperature", "seed")
 
 
@@ -56,7 +60,10 @@ def test_sampling_columns_are_read_with_the_prompt(name: str) -> None:
         ([schema(prompt=pa.string(), status=pa.int8())], "'status' has the name of an output column"),
         ([schema(prompt=pa.string(), logprobs=pa.int8())], "'logprobs' has the name of an output column"),
         ([pa.schema([("prompt", pa.string()), ("a", pa.int8()), ("a", pa.int8())])], "two columns named 'a'"),
-        ([schema(prompt=pa.string(), a=pa.int8()), schema(prompt=pa.string())], "1.parquet' lacks column 'a'"),
+        (
+            [schema(prompt=pa.string(), a=pa.int8()), schema(prompt=pa.string())],
+            "1.parquet' lacks column 'a'",
+        ),
         ([schema(prompt=pa.string()), schema(prompt=pa.string(), b=L)], "1.parquet' has column 'b', which"),
         (
             [schema(prompt=pa.string(), a=pa.int8()), schema(prompt=pa.string(), a=pa.string())],
@@ -89,7 +96,11 @@ def test_a_prefix_keeps_both_columns() -> None:
         (pa.float32(), pa.int16(), pa.float64()),
         (pa.struct([("a", pa.null())]), pa.struct([("a", pa.string())]), pa.struct([("a", L)])),
         (pa.timestamp("us", "UTC"), pa.timestamp("us", "UTC"), pa.timestamp("us", "UTC")),
-        (pa.dictionary(pa.int8(), pa.int64()), pa.dictionary(pa.int8(), pa.int64()), pa.dictionary(pa.int8(), pa.int64())),
+        (
+            pa.dictionary(pa.int8(), pa.int64()),
+            pa.dictionary(pa.int8(), pa.int64()),
+            pa.dictionary(pa.int8(), pa.int64()),
+        ),
         (pa.binary(), pa.binary_view(), pa.large_binary()),
         (pa.map_(pa.string(), pa.int8()), pa.map_(pa.string(), pa.int8()), pa.map_(L, pa.int8())),
     ],
@@ -131,7 +142,10 @@ def test_finished_rows_become_columns() -> None:
     answer = completion(0, (5, 6))
     output = RequestOutput(request_id="x", completions=(answer,), num_prompt_tokens=3, num_cached_tokens=2)
     batch = found.to_batch(
-        [FinishedRow(row=4, output=output), FinishedRow(row=2, error="empty_prompt", error_message="no tokens")]
+        [
+            FinishedRow(row=4, output=output),
+            FinishedRow(row=2, error="empty_prompt", error_message="no tokens"),
+        ]
     )
     ok, error = batch.to_pylist()
     assert ok == {
@@ -147,7 +161,12 @@ def test_finished_rows_become_columns() -> None:
         "num_cached_tokens": 2,
         "output_digest": answer.output_digest,
     }
-    assert {name for name, value in error.items() if value is not None} == {"row", "status", "error", "error_message"}
+    assert {name for name, value in error.items() if value is not None} == {
+        "row",
+        "status",
+        "error",
+        "error_message",
+    }
     assert (error["status"], error["error"]) == ("error", "empty_prompt")
 
 

@@ -80,14 +80,18 @@ def test_any_order_of_slices_reads_the_right_rows(tmp_path: Path, seed: int) -> 
     for name, first in (("a.parquet", 0), ("b.parquet", 1000)):
         write(tmp_path / name, 100, first, row_group_size=random_.choice([None, 1, 7, 30]))
     found = find_input(str(tmp_path))
-    reader = RowReader(found.root, found.kind, found.files, ["v", "prompt"], batch_rows=random_.randrange(1, 12))
+    reader = RowReader(
+        found.root, found.kind, found.files, ["v", "prompt"], batch_rows=random_.randrange(1, 12)
+    )
     for _ in range(40):
         name, first = random_.choice([("a.parquet", 0), ("b.parquet", 1000)])
         start = random_.randrange(100)
         stop = random_.randrange(start, 101)
         batches = list(reader.read(name, start, stop))
         assert all(batch.schema.names == ["v", "prompt"] for batch in batches)
-        assert [v for b in batches for v in b.column("v").to_pylist()] == list(range(first + start, first + stop))
+        assert [v for b in batches for v in b.column("v").to_pylist()] == list(
+            range(first + start, first + stop)
+        )
     reader.close()
 
 

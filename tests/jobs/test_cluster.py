@@ -1,0 +1,148 @@
+"""Runs as the command line starts them: refusals that leave no trace, and a Ray that ends with its job."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from engine import ConfigError
+from jobs.cluster import SPEED_ONLY, fingerprint_model, plan_job, run_job
+from jobs.config import JobConfig, load_job
+from jobs.reaper import MARK, Reaper, reap
+from pipelines.plan import describe_difference
+from tests.small_jobs import random_prompts, write_prompts
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, bard_path: Path) -> Any:
+    write_prompts(tmp_path / "in" / "a.parquet", random_prompts(random.Random(1), 5))
+
+    def make(*overrides: str, model: Path = bard_path) -> JobConfig:
+        flags = {
+            "model.path": str(model),
+            "input.path": str(tmp_path / "in"),
+            "output.path": str(tmp_path / "out"),
+        }
+        return load_job(None, overrides, flags)
+
+    return make
+
+
+def snapshot(path: Path) -> list[tuple[str, int]]:
+    return sorted((str(p), p.stat().st_mtime_ns) for p in path.rglob("*"))
+
+
+def refused(tmp_path: Path, job: JobConfig, says: str) -> None:
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=says) as caught:
+        run_job(job)
+    assert "\n" not in str(caught.value), "one sentence"
+    assert snapshot(tmp_path) == before, "nothing is written"
+
+
+def test_refusals_come_before_anything_is_written(tmp_path: Path, make_job: Any) -> None:
+    (tmp_path / "model").mkdir()
+    refused(tmp_path, make_job(model=tmp_path / "model"), "no config.json")
+    refused(tmp_path, make_job(f"input.path={tmp_path}/none/*.parquet"), "matches no Parquet file")
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "text.parquet")
+    refused(tmp_path, make_job(f"input.path={tmp_path}/text.parquet"), "has no prompt")
+    (tmp_path / "out").mkdir()
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "out" / "old.parquet")
+    refused(tmp_path, make_job(), "which is not this job's")
+
+
+def test_settings_that_change_answers_make_another_job(make_job: Any) -> None:
+    plan = plan_job(make_job())
+    for override, name in [
+        ("sampling.temperature=0.25", "sampling.temperature"),
+        ("sampling.seed=5", "engine.seed"),
+        ("engine.dtype=bfloat16", "engine.dtype"),
+        ("chat.thinking=false", "chat.thinking"),
+        ("input.rows_per_shard=2", "input.rows_per_shard"),
+        ("output.prefix=o_", "output.prefix"),
+    ]:
+        difference = describe_difference(plan, plan_job(make_job(override)))
+        assert difference is not None
+        assert difference.startswith(name)
+    for override in ["engine.max_num_seqs=3", "engine.enable_prefix_caching=false", "cluster.num_ranks=7"]:
+        assert describe_difference(plan, plan_job(make_job(override))) is None
+    assert {f"engine.{name}" for name in SPEED_ONLY} & plan.settings.keys() == set()
+
+
+def test_a_model_is_told_apart_by_content_not_by_place(tmp_path: Path) -> None:
+    for name, config in (("a", "{}"), ("b", "{}"), ("c", '{"x": 1}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+        (tmp_path / name / "model.safetensors").write_bytes(b"12345")
+    a, b, c = (fingerprint_model(tmp_path / name) for name in "abc")
+    assert a == b != c
+    (tmp_path / "b" / "model.safetensors").write_bytes(b"123456")
+    assert fingerprint_model(tmp_path / "b") != a
+
+
+def sleeper(mark: str | None) -> subprocess.Popen[bytes]:
+    environment = {k: v for k, v in os.environ.items() if k != MARK}
+    if mark is not None:
+        environment[MARK] = mark
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environment)
+
+
+def test_the_reaper_ends_what_carries_its_mark_and_nothing_else() -> None:
+    processes = {mark: sleeper(mark) for mark in ("mine-1", "mine-10", None)}
+    try:
+        time.sleep(0.2)
+        processes["mine-1"].poll()
+        assert reap("mine-1", patience_s=2.0) == 1
+        assert processes["mine-1"].wait(5) == -9
+        assert processes["mine-10"].poll() is None
+        assert processes[None].poll() is None
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+
+def test_the_reaper_works_when_its_owner_is_killed() -> None:
+    owner_code = (
+        "import os, signal, subprocess, sys\nfrom jobs.reaper import MARK, Reaper\n"
+        "reaper = Reaper()\nos.environ[MARK] = reaper.mark\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+        "print(child.pid, reaper._process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    owner = subprocess.run([sys.executable, "-c", owner_code], stdout=subprocess.PIPE, cwd=root, check=False)
+    pids = list(map(int, owner.stdout.split()))
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(is_running(pid) for pid in pids):
+        time.sleep(0.05)
+    assert not any(is_running(pid) for pid in pids)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_closing_the_reaper_ends_it() -> None:
+    reaper = Reaper()
+    process = sleeper(reaper.mark)
+    time.sleep(0.1)
+    waiter = [process]
+    try:
+        # The child is ours to wait for: until then it is a zombie with no environment, and counts as gone.
+        reaper.close()
+        assert waiter[0].wait(5) == -9
+    finally:
+        process.kill()
+        process.wait()

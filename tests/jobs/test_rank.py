@@ -1,0 +1,194 @@
+"""The rank's loop, turned by hand: how it feeds, what it journals, how it ends."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from engine import ConfigError, EngineConfig, EngineDead, SamplingParams
+from jobs.rank import RankWorker, Serving
+from pipelines.driver import Orders, RankReport
+from pipelines.ledger import Lease
+from pipelines.manifest import OutputFolder, write_plan
+from pipelines.plan import Plan
+from pipelines.sink import read_journal_state
+from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine
+from tests.small_jobs import (
+    InlineExecutor,
+    TokenRenderer,
+    check_answers,
+    make_plan,
+    random_prompts,
+    read_output,
+    write_prompts,
+)
+
+CONFIG = EngineConfig(model="fake", max_num_seqs=4)
+
+
+class Rank:
+    """A worker, its fake engine and its folder."""
+
+    def __init__(
+        self, tmp_path: Path, prompts: list[list[int] | None], *, capacity: int = 4, n: int = 1
+    ) -> None:
+        self.folder = OutputFolder(tmp_path / "out")
+        write_prompts(tmp_path / "in.parquet", prompts)
+        self.plan: Plan = make_plan(tmp_path / "in.parquet", 100, num_samples=n)
+        write_plan(self.folder, self.plan)
+        self.engine = FakeEngine(CONFIG)
+        self.num_built = 0
+        sampling = SamplingParams(n=n)
+
+        def build() -> Serving:
+            self.num_built += 1
+            return Serving(
+                engine=self.engine,
+                renderer=TokenRenderer(sampling),
+                capacity=capacity,
+                max_num_batched_tokens=16,
+            )
+
+        inline = InlineExecutor()
+        self.worker = RankWorker(self.folder, self.plan, 1, build, publisher=inline, syncer=inline)
+
+    def exchange(self, **orders: object) -> RankReport:
+        return self.worker.exchange(Orders(**orders), 0.0)  # type: ignore[arg-type]
+
+    def turn_until_idle(self) -> None:
+        while self.worker.turn():
+            pass
+
+
+def lease(lease_id: int, *ranges: tuple[int, int], is_solo: bool = False) -> Lease:
+    return Lease(lease_id=lease_id, shard_index=0, ranges=ranges, is_solo=is_solo)
+
+
+def test_the_engine_is_built_when_it_is_needed_and_once(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, [[1]])
+    rank.worker.turn()
+    assert (rank.exchange().capacity, rank.num_built) == (0, 0)
+    rank.exchange(prepare=True)
+    rank.worker.turn()
+    report = rank.exchange(prepare=True)
+    assert (report.capacity, rank.num_built) == (4, 1)
+    assert {"device", "torch", "triton", "python"} <= set(report.environment)
+
+
+def test_leases_overlap_and_the_batch_stays_full(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, random_prompts(random.Random(1), 40))
+    rank.exchange(prepare=True, leases=(lease(1, (0, 11)), lease(2, (20, 25), (11, 20))))
+    rank.turn_until_idle()
+    report = rank.exchange()
+    assert [(r.lease_id, r.num_ok, r.is_done) for r in report.leases] == [(1, 11, True), (2, 14, True)]
+    assert rank.exchange().leases == ()
+    running = rank.engine.num_running_at_steps
+    assert running == sorted(running, reverse=True), "the batch is full until the last rows are in it"
+    assert running[0] == 4
+    assert rank.engine.max_num_waiting <= 8, "rows are read ahead just enough"
+
+
+def test_refused_rows_are_error_rows(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, [[1], None, [], [REFUSED_ID], [2]])
+    rank.exchange(prepare=True, leases=(lease(1, (0, 5)),))
+    rank.turn_until_idle()
+    (report,) = rank.exchange().leases
+    assert (report.num_read, report.num_ok, report.num_error, report.is_done) == (5, 2, 3, True)
+    published = rank.exchange(publish=(0,)).published
+    assert published[0][1].errors == {"empty_prompt": 1, "kv_too_small": 1, "null_prompt": 1}
+    check_answers(read_output(rank.folder.path), [[1], None, [], [REFUSED_ID], [2]])
+
+
+def test_a_solo_lease_has_one_row_in_flight(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, random_prompts(random.Random(2), 6))
+    rank.exchange(prepare=True, leases=(lease(1, (0, 6), is_solo=True),))
+    rank.turn_until_idle()
+    assert rank.exchange().leases[0].is_done
+    assert set(rank.engine.num_running_at_steps) == {1}
+
+
+def test_a_dead_engine_ends_the_rank_and_leaves_the_suspects_named(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, [[1], [POISON_ID], *([[i] for i in range(2, 30)])])
+    rank.exchange(prepare=True, leases=(lease(1, (0, 30)),))
+    rank.worker.turn()
+    with pytest.raises(EngineDead, match="poison"):
+        rank.exchange()
+    state = read_journal_state(rank.plan, rank.folder.journal_file(0, 1, 1))
+    assert 1 in state.started - state.finished.keys()
+    assert len(state.started) < 30, "rows that were not touched are no suspects"
+
+
+def test_a_refusing_model_and_a_full_disk_are_the_jobs_business(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(tmp_path, [[1]])
+
+    def refuse() -> Serving:
+        raise ConfigError("unsupported")
+
+    monkeypatch.setattr(rank.worker, "_build", refuse)
+    rank.exchange(prepare=True)
+    rank.worker.turn()
+    assert rank.exchange().refused == "unsupported"
+
+    rank = Rank(tmp_path / "b", [[1]])
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jobs.rank.JournalWriter", full)
+    rank.exchange(prepare=True, leases=(lease(1, (0, 1)),))
+    rank.worker.turn()
+    broken = rank.exchange().broken
+    assert broken is not None
+    assert "No space left" in broken
+
+
+def test_draining_finishes_what_is_in_flight_and_starts_nothing(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, random_prompts(random.Random(3), 50))
+    rank.exchange(prepare=True, leases=(lease(1, (0, 50)),))
+    rank.worker.turn()
+    rank.exchange(drain=True)
+    rank.turn_until_idle()
+    report = rank.exchange()
+    assert report.is_drained
+    assert report.leases[0].num_read == report.leases[0].num_ok < 50
+    assert rank.exchange(stop=True).is_stopped
+
+
+def test_samples_share_one_row(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, [[1], [2]], capacity=2, n=3)
+    rank.exchange(prepare=True, leases=(lease(1, (0, 2)),))
+    rank.turn_until_idle()
+    rank.exchange()
+    rank.exchange(publish=(0,))
+    rows = read_output(rank.folder.path).to_pylist()
+    assert [len(row["completion"]) for row in rows] == [3, 3]
+
+
+def test_the_loop_and_the_exchange_run_side_by_side(tmp_path: Path) -> None:
+    prompts = random_prompts(random.Random(4), 60)
+    rank = Rank(tmp_path, prompts)
+    with ThreadPoolExecutor(1) as publisher, ThreadPoolExecutor(1) as syncer:
+        worker = RankWorker(rank.folder, rank.plan, 1, rank.worker._build, publisher=publisher, syncer=syncer)
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        reports = [worker.exchange(Orders(prepare=True, leases=(lease(1, (0, 60)),)), 0.2)]
+        deadline = time.monotonic() + 20
+        while not (reports[-1].leases and reports[-1].leases[0].is_done) and time.monotonic() < deadline:
+            reports.append(worker.exchange(Orders(), 0.2))
+        reports.append(worker.exchange(Orders(publish=(0,)), 0.2))
+        while not reports[-1].published and time.monotonic() < deadline:
+            reports.append(worker.exchange(Orders(), 0.2))
+        turns = reports[-1].num_turns
+        time.sleep(0.1)
+        assert worker.exchange(Orders(), 0.0).num_turns > turns, "an idle loop still turns"
+        assert worker.exchange(Orders(stop=True), 0.2).is_stopped
+        thread.join(10)
+        assert not thread.is_alive()
+    check_answers(read_output(rank.folder.path), prompts)

@@ -1,0 +1,132 @@
+"""Leases as numbers: nothing is leased twice, nothing is forgotten, one row is to blame."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipelines.ledger import Lease, LeaseReport, Ledger
+from pipelines.manifest import Tally
+from pipelines.sink import JournalState
+from pipelines.source import Shard
+
+
+def make_shards(*sizes: int) -> list[Shard]:
+    return [Shard(index=i, path=f"{i}", start=0, stop=size) for i, size in enumerate(sizes)]
+
+
+def finish(ledger: Ledger, lease: Lease, *, num_error: int = 0) -> None:
+    n = lease.num_rows
+    ledger.record(
+        LeaseReport(
+            lease_id=lease.lease_id, num_read=n, num_ok=n - num_error, num_error=num_error, is_done=True
+        )
+    )
+
+
+def test_leases_cover_every_row_once() -> None:
+    ledger = Ledger(make_shards(7, 0, 5), {1: JournalState(), 0: JournalState(finished={2: True, 3: False})})
+    seen = []
+    while (lease := ledger.try_lease(0, 3)) is not None:
+        seen += [(lease.shard_index, row) for row in lease.rows]
+        assert lease.num_rows <= 3
+        finish(ledger, lease)
+    assert sorted(seen) == [(0, r) for r in (0, 1, 4, 5, 6)] + [(2, r) for r in range(5)]
+    assert sorted(ledger.take_complete()) == [0, 1, 2]
+    assert ledger.take_complete() == []
+    ledger.commit(0, Tally(num_ok=6, errors={"x": 1}))
+    ledger.commit(1, Tally())
+    ledger.commit(2, Tally(num_ok=5))
+    assert (ledger.num_read, ledger.num_ok, ledger.num_error, ledger.num_in_flight) == (12, 11, 1, 0)
+
+
+def test_a_lost_lease_gives_back_what_was_not_finished() -> None:
+    ledger = Ledger(make_shards(6), {})
+    lease = ledger.try_lease(0, 6)
+    assert lease is not None
+    ledger.record(LeaseReport(lease_id=lease.lease_id, num_read=4, num_ok=1, num_error=0))
+    assert (ledger.num_read, ledger.num_in_flight) == (4, 3)
+    # The journal knows more than the last report did: row 1 is finished too.
+    assert ledger.lose(lease.lease_id, JournalState(started={0, 1, 2, 3}, finished={0: True, 1: False})) == []
+    ledger.check()
+    assert (ledger.num_read, ledger.num_ok, ledger.num_error, ledger.num_unleased) == (2, 1, 1, 4)
+    ledger.record(LeaseReport(lease_id=lease.lease_id, num_read=6, num_ok=6, num_error=0, is_done=True))
+    assert ledger.num_ok == 1, "a late word about a lost lease counts for nothing"
+    untouched = ledger.try_lease(0, 6)
+    assert untouched is not None
+    assert (untouched.rows, untouched.is_solo) == ([4, 5], False)
+    assert ledger.try_lease_suspects(0, [0, 1]) is None, "another rank should try them"
+    suspects = ledger.try_lease_suspects(1, [0, 1])
+    assert suspects is not None
+    assert (suspects.rows, suspects.is_solo) == ([2, 3], True)
+
+
+def test_the_second_death_has_one_culprit() -> None:
+    ledger = Ledger(make_shards(4), {})
+    lease = ledger.try_lease(0, 4)
+    assert lease is not None
+    ledger.lose(lease.lease_id, JournalState(started={0, 1, 2}))
+    suspects = ledger.try_lease_suspects(0, [0])
+    assert suspects is not None, "with one rank there is no other to try them"
+    assert ledger.lose(suspects.lease_id, JournalState(started={0, 1}, finished={0: True})) == [1]
+    assert ledger.take_complete() == []
+    ledger.quarantine(suspects.lease_id, 0, 1)
+    rest = [ledger.try_lease(0, 9), ledger.try_lease_suspects(0, [0])]
+    assert [lease.rows for lease in rest if lease is not None] == [[3], [2]]
+    for lease in rest:
+        assert lease is not None
+        finish(ledger, lease)
+    assert ledger.take_complete() == [0]
+    ledger.commit(0, Tally(num_ok=3, errors={"engine_crash": 1}))
+
+
+def test_a_quarantined_row_holds_its_shard_until_it_is_journaled() -> None:
+    ledger = Ledger(make_shards(1), {})
+    for _ in range(2):
+        lease = ledger.try_lease(0, 1) or ledger.try_lease_suspects(0, [0])
+        assert lease is not None
+        guilty = ledger.lose(lease.lease_id, JournalState(started={0}))
+    assert guilty == [0]
+    assert ledger.take_complete() == []
+    ledger.quarantine(lease.lease_id, 0, 1)
+    assert ledger.take_complete() == [0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_histories_keep_the_equation(seed: int) -> None:
+    print("seed", seed)
+    random_ = random.Random(seed)
+    shards = make_shards(*(random_.randrange(0, 9) for _ in range(random_.randrange(1, 6))))
+    ledger = Ledger(shards, {})
+    truth: dict[int, dict[int, bool]] = {shard.index: {} for shard in shards}
+    held: list[tuple[int, Lease]] = []
+    committed: set[int] = set()
+    while len(committed) < len(shards):
+        slot = random_.randrange(3)
+        lease = ledger.try_lease_suspects(slot, [0, 1, 2]) or ledger.try_lease(slot, random_.randrange(1, 5))
+        if lease is not None:
+            held.append((slot, lease))
+        if held and random_.random() < 0.7:
+            slot, lease = held.pop(random_.randrange(len(held)))
+            outcomes = {row: random_.random() < 0.8 for row in lease.rows}
+            if random_.random() < 0.6:
+                truth[lease.shard_index].update(outcomes)
+                finish(ledger, lease, num_error=sum(not ok for ok in outcomes.values()))
+            else:
+                kept = {row: ok for row, ok in outcomes.items() if random_.random() < 0.5}
+                started = set(kept) | set(random_.sample(lease.rows, random_.randrange(2)))
+                truth[lease.shard_index].update(kept)
+                guilty = ledger.lose(lease.lease_id, JournalState(started=started, finished=kept))
+                if guilty:
+                    truth[lease.shard_index].update(dict.fromkeys(guilty, False))
+                    ledger.quarantine(lease.lease_id, lease.shard_index, len(guilty))
+        ledger.check()
+        for index in ledger.take_complete():
+            assert index not in committed
+            committed.add(index)
+            assert len(truth[index]) == shards[index].num_rows
+            num_ok = sum(truth[index].values())
+            ledger.commit(index, Tally(num_ok=num_ok, errors={"x": len(truth[index]) - num_ok}))
+    assert ledger.is_settled
+    assert ledger.num_unleased == 0

@@ -1,0 +1,54 @@
+"""What a folder says of its job, and the line that says it while it runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from engine import ConfigError
+from pipelines.manifest import OutputFolder
+from pipelines.report import ProgressLine, read_status
+from tests.small_jobs import make_plan, random_prompts, start_run, write_prompts
+
+
+def test_the_report_is_cumulative_over_runs(tmp_path: Path) -> None:
+    folder = OutputFolder(tmp_path / "out")
+    prompts = [*random_prompts(random.Random(1), 30), None, []]
+    write_prompts(tmp_path / "in.parquet", prompts)
+    plan = make_plan(tmp_path / "in.parquet")
+    for _ in range(2):
+        start_run(folder, plan)[0].run()
+    status = read_status(folder.path)
+    assert (status.num_rows, status.num_ok, status.num_error, status.num_in_flight) == (32, 30, 2, 0)
+    assert status.tally.errors == {"null_prompt": 1, "empty_prompt": 1}
+    assert status.tally.num_prompt_tokens == sum(len(p) for p in prompts if p)
+    assert status.tally.num_cached_tokens == 30
+    assert (status.num_runs, status.num_reused, status.num_run) == (2, 32, 0)
+    assert (status.num_shards, status.num_shards_committed, status.is_finished) == (4, 4, True)
+    assert not status.is_running
+    report = json.loads(folder.report_file.read_text())
+    assert (report["num_read"], report["num_ok"], report["num_error"]) == (32, 30, 2)
+    assert report["tally"]["num_completion_tokens"] == status.tally.num_completion_tokens
+    assert report["seconds"] > 0
+
+
+def test_a_folder_without_a_job_has_no_status(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(ConfigError, match="not the output folder of a job"):
+            read_status(path)
+
+
+def test_without_a_terminal_there_are_whole_lines_and_few() -> None:
+    stream = io.StringIO()
+    line = ProgressLine(100, 40, stream)
+    for done in range(40, 101):
+        line.show(done, num_errors=2, num_tokens=500, num_ranks=3, is_last=done == 100)
+    line.close()
+    (text,) = stream.getvalue().splitlines()
+    assert "\r" not in text
+    assert "100/100" in text
+    assert "2 errors, 3 ranks" in text
