@@ -61,7 +61,11 @@ class ScheduledBatch:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the scheduler was built. Replayed rows count neither as prefill nor as recomputed."""
+    """Counters since the scheduler was built.
+
+    Recomputed rows count as prefill too; replayed rows count as neither. ``num_cached_tokens`` out of
+    ``num_prompt_tokens`` is the hit rate of first admissions.
+    """
 
     num_steps: int = 0
     num_prefill_tokens: int = 0

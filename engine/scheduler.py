@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
 
 from engine.block_manager import BlockManager, Move, num_blocks_for
 from engine.config import KV_BLOCK_SIZE
-from engine.errors import RequestRejected
-from engine.layer_rows import DecoderPrefill, ModelShape
+from engine.layer_rows import ModelShape
+from engine.limits import SchedulerConfig, check_servable
 from engine.prefix_cache import HashFunction, PrefixNode, hash_block
 from engine.prefix_reuse import ReusePlan, ReusePolicy
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk, SchedulerStats
@@ -32,37 +30,6 @@ __all__ = [
 
 ADMISSION_LOOKAHEAD = 64
 """How far down the waiting queue one step looks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits and switches in plain counts. Device state slots are numbered 0 .. max_num_seqs-1.
-
-    ``max_num_bypasses``: how often a later sequence may be admitted past the same head of the queue.
-    ``snapshot_cost_tokens``: what restoring a snapshot costs, in tokens run through every layer. Copying
-    a few megabytes from host memory takes less time than one token's share of a prefill.
-    """
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_kv_blocks: int
-    num_host_blocks: int = 0
-    num_host_states: int = 0
-    enable_prefix_caching: bool = True
-    decoder_prefill: DecoderPrefill = "exact"
-    preemption: Literal["offload", "recompute"] = "offload"
-    max_num_preemptions: int = 3
-    max_num_bypasses: int = 8
-    snapshot_cost_tokens: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("num_host_blocks", "num_host_states", "max_num_preemptions", "max_num_bypasses"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
 
 class _Admission(Enum):
@@ -137,23 +104,7 @@ class Scheduler:
 
         ``prefix_ends``: lengths at which its prompt is known to part from others; a snapshot is kept there.
         """
-        if seq.num_prompt_tokens == 0:
-            raise RequestRejected("empty_prompt", "the prompt has no tokens")
-        if seq.num_prompt_tokens + 1 > self.config.max_model_len:
-            raise RequestRejected(
-                "prompt_too_long",
-                f"the prompt has {seq.num_prompt_tokens} tokens; the limit is "
-                f"{self.config.max_model_len - 1}, one less than max_model_len",
-            )
-        # The last token is sampled and never run, so it needs no room.
-        if num_blocks_for(seq.max_total_tokens - 1) > self.config.num_kv_blocks:
-            raise RequestRejected(
-                "kv_too_small",
-                f"{seq.num_prompt_tokens} prompt tokens and up to "
-                f"{seq.max_total_tokens - seq.num_prompt_tokens} generated need room for "
-                f"{seq.max_total_tokens - 1} tokens; the KV pool holds "
-                f"{self.config.num_kv_blocks * KV_BLOCK_SIZE}",
-            )
+        check_servable(seq, self.config)
         seq.prefix_ends = tuple(prefix_ends)
         insort(self._waiting, seq, key=_age)
 
@@ -340,28 +291,28 @@ class Scheduler:
         # Looking the prefix up again is worth it only when there is more room than the last time.
         if self._running and num_available <= seq.num_available_when_blocked:
             return _Admission.BLOCKED
-        plan = None
-        if not seq.is_offloaded:
-            nodes = self._match(seq)
-            if self._is_prefix_in_step(seq, nodes):
+        if seq.is_offloaded:
+            nodes = tuple(seq.nodes)
+            plan = ReusePlan(seq.num_computed_tokens, seq.cached_until, nodes, None, seq.wanted_ends)
+        else:
+            chain = self._match(seq)
+            if self._is_prefix_in_step(seq, chain):
                 return _Admission.DEFERRED
             plan = self._reuse.decide(
-                nodes, seq.prefix_ends, num_tokens=seq.num_tokens, num_prompt_tokens=seq.num_prompt_tokens
+                chain, seq.prefix_ends, num_tokens=seq.num_tokens, num_prompt_tokens=seq.num_prompt_tokens
             )
-        start = seq.num_computed_tokens if plan is None else plan.start
-        cached_until = seq.cached_until if plan is None else plan.cached_until
-        ends = seq.wanted_ends if plan is None else plan.wanted_ends
-        end = min(start + self._budget, min((e for e in ends if e > start), default=seq.num_tokens))
+        tail_end = min((end for end in plan.wanted_ends if end > plan.start), default=seq.num_tokens)
+        end = min(plan.start + self._budget, tail_end)
         is_reserved = seq.num_preemptions >= self.config.max_num_preemptions
-        num_tokens = max(end, cached_until, seq.max_total_tokens - 1 if is_reserved else 0)
-        held = seq.nodes if plan is None else plan.nodes
+        num_tokens = max(end, plan.cached_until, seq.max_total_tokens - 1 if is_reserved else 0)
         spare = self._watermark if self._running else 0
-        if not self.blocks.can_hold(held, num_blocks_for(num_tokens), spare):
+        if not self.blocks.can_hold(plan.nodes, num_blocks_for(num_tokens), spare):
             seq.num_available_when_blocked = num_available
             return _Admission.BLOCKED
+        is_fresh = plan.snapshot is None and not seq.is_offloaded
         self._admit(seq, plan, num_tokens)
         seq.is_reserved = is_reserved
-        self._append_chunk(seq, end, is_fresh=plan is not None and plan.snapshot is None)
+        self._append_chunk(seq, end, is_fresh=is_fresh)
         return _Admission.ADMITTED
 
     def _match(self, seq: Sequence) -> list[PrefixNode]:
@@ -384,8 +335,8 @@ class Scheduler:
             for chunk in self._step.chunks
         )
 
-    def _admit(self, seq: Sequence, plan: ReusePlan | None, num_tokens: int) -> None:
-        if plan is None:
+    def _admit(self, seq: Sequence, plan: ReusePlan, num_tokens: int) -> None:
+        if seq.is_offloaded:
             self.blocks.resume(seq)
         else:
             self.blocks.start(seq, plan.nodes, plan.snapshot)
