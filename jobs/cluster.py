@@ -71,31 +71,38 @@ def run_job(job: JobConfig, *, build_engine: EngineBuilder | None = None) -> int
     plan = plan_job(job)
     folder = OutputFolder(Path(job.output.path))
     check_folder(folder, plan)
-    with _Stopper() as stopper, _connected(job) as num_ranks:
-        has_begun = folder.state.exists()
-        write_plan(folder, plan)
-        try:
-            with DriverLock(folder):
-                run = claim_run(folder)
-                fleet = RayFleet(RankSpec(job=job, run=run, build_engine=build_engine), num_ranks)
-                try:
-                    driver = Driver(folder, plan, fleet, run=run)
-                    stopper.watch(driver)
-                    outcome = driver.run()
-                finally:
-                    fleet.close()
-        except ConfigError:
-            if not has_begun and not any(folder.journals.rglob("*.journal")):
-                _unwrite(folder)
-            raise
-        except (JobFailed, OSError) as error:
-            logger.error("the job failed: %s", error)
-            return EXIT_FAILED
+    try:
+        with _Stopper() as stopper, _connected(job) as num_ranks:
+            outcome = _drive(RankSpec(job=job, run=0, build_engine=build_engine), plan, num_ranks, stopper)
+    except (JobFailed, OSError) as error:
+        logger.error("the job failed: %s", error)
+        return EXIT_FAILED
     if outcome is Outcome.STOPPED:
         return EXIT_STOPPED
     status = read_status(folder.path)
     is_over = status.num_error > job.output.max_error_rate * max(status.num_rows, 1)
     return EXIT_TOO_MANY_ERRORS if is_over else EXIT_COMMITTED
+
+
+def _drive(spec: RankSpec, plan: Plan, num_ranks: int, stopper: _Stopper) -> Outcome:
+    folder = OutputFolder(Path(spec.job.output.path))
+    has_begun = folder.state.exists()
+    write_plan(folder, plan)
+    with DriverLock(folder):
+        try:
+            run = claim_run(folder)
+            fleet = RayFleet(replace(spec, run=run), num_ranks)
+            try:
+                driver = Driver(folder, plan, fleet, run=run)
+                stopper.watch(driver)
+                return driver.run()
+            finally:
+                fleet.close()
+        except ConfigError:
+            # A rank found that the job cannot run at all.
+            if not has_begun and not any(folder.journals.rglob("*.journal")):
+                _unwrite(folder)
+            raise
 
 
 def _with_absolute_paths(job: JobConfig) -> JobConfig:
@@ -200,10 +207,13 @@ class _Stopper:
 
 @contextlib.contextmanager
 def _connected(job: JobConfig) -> Iterator[int]:
-    """Join the cluster that is named, or start a Ray and end it. Yields how many ranks there will be."""
-    address = job.cluster.address or os.environ.get("RAY_ADDRESS")
+    """Join the cluster that is named, or start a Ray and end it. Yields how many ranks there will be.
+
+    The address "local" is Ray's own word for one that is started.
+    """
+    address = job.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if address:
+    if address != "local":
         try:
             ray.init(address=address, **quiet)
         except (ConnectionError, RayError, ValueError) as error:
@@ -233,18 +243,22 @@ def _connected(job: JobConfig) -> Iterator[int]:
 
 
 def _count_ranks(job: JobConfig) -> int:
-    num_gpus = 0 if job.engine.device == "cpu" else _count_gpus()
+    num_gpus = 0 if job.engine.device == "cpu" else _count("GPU")
     wanted = job.cluster.num_ranks
     if job.engine.device == "cuda" and not num_gpus:
         raise ConfigError("engine.device is cuda, but the cluster has no GPU")
     if num_gpus and wanted > num_gpus:
         raise ConfigError(f"cluster.num_ranks is {wanted}, but the cluster has {num_gpus} GPUs")
-    return wanted or num_gpus or 1
+    num_ranks = wanted or num_gpus or 1
+    num_cpus = _count("CPU")
+    if num_ranks > num_cpus:
+        raise ConfigError(f"{num_ranks} ranks need a CPU each, but the cluster has {num_cpus}")
+    return num_ranks
 
 
-def _count_gpus() -> int:
+def _count(resource: str) -> int:
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return int(resources.get("GPU", 0))
+    return int(resources.get(resource, 0))
 
 
 class RayFleet:
@@ -253,7 +267,7 @@ class RayFleet:
     def __init__(self, spec: RankSpec, num_slots: int) -> None:
         self.num_slots = num_slots
         self._spec = spec
-        has_gpus = spec.job.engine.device != "cpu" and _count_gpus() > 0
+        has_gpus = spec.job.engine.device != "cpu" and _count("GPU") > 0
         # Liveness is the driver's business: an actor is never restarted behind its back.
         options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(has_gpus), "max_restarts": 0}
         if not _is_importable_elsewhere():

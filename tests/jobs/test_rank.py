@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine import ConfigError, EngineConfig, EngineDead, SamplingParams
-from jobs.rank import RankWorker, Serving
+from jobs.worker import RankWorker, Serving
 from pipelines.driver import Orders, RankReport
 from pipelines.ledger import Lease
 from pipelines.manifest import OutputFolder, write_plan
@@ -141,7 +141,7 @@ def test_a_refusing_model_and_a_full_disk_are_the_jobs_business(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jobs.rank.JournalWriter", full)
+    monkeypatch.setattr("jobs.worker.JournalWriter", full)
     rank.exchange(prepare=True, leases=(lease(1, (0, 1)),))
     rank.worker.turn()
     broken = rank.exchange().broken

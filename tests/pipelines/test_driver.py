@@ -154,7 +154,7 @@ def test_what_only_waits_to_be_published_needs_no_engine(tmp_path: Path, folder:
     prompts = random_prompts(random.Random(5), 20)
     write_prompts(tmp_path / "in.parquet", prompts)
     plan = make_plan(tmp_path / "in.parquet", 20)
-    driver, fleet = start_run(folder, plan, num_slots=1)
+    driver, _ = start_run(folder, plan, num_slots=1)
     orders_for = driver._orders_for
 
     def without_publishing(slot: int):  # the driver dies between the last row and the part

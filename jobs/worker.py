@@ -1,0 +1,365 @@
+"""A rank's step loop: leased rows in, journaled answers and assembled parts out.
+
+Owns reading rows, keeping the engine fed and what a turn does when it goes wrong. It must not know
+processes, nor which rows it gets, nor what its death means: the driver decides that.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib.metadata
+import logging
+import platform
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+
+from engine import ConfigError, Engine, EngineDead, Request, RequestOutput, RequestRejected
+from pipelines.driver import Orders, RankReport
+from pipelines.ledger import Lease, LeaseReport
+from pipelines.manifest import OutputFolder, Tally
+from pipelines.plan import Plan
+from pipelines.schema import FinishedRow
+from pipelines.sink import JournalWriter, publish_shard
+from pipelines.source import RowReader, Shard
+
+logger = logging.getLogger(__name__)
+
+_SYNC_INTERVAL_S = 1.0  # the promise is two seconds; a sync that is slow itself needs the rest
+_IDLE_WAIT_S = 0.02
+_GATHER_S = 0.02
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+class Renderer(Protocol):
+    """What turns a row into a request."""
+
+    def render(self, row: Mapping[str, object], row_id: str) -> Request: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """An engine that is ready, and how much it takes: rows at once, prompt tokens in a step."""
+
+    engine: Engine
+    renderer: Renderer
+    capacity: int
+    max_num_batched_tokens: int
+
+
+@dataclass(slots=True)
+class _LeaseRun:
+    lease: Lease
+    shard: Shard
+    journal: JournalWriter
+    rows: Iterator[tuple[int, pa.RecordBatch, int]]
+    is_read: bool = False
+    num_read: int = 0
+    num_ok: int = 0
+    num_error: int = 0
+    is_done: bool = False
+    finished: list[FinishedRow] = field(default_factory=list)
+
+    @property
+    def num_left(self) -> int:
+        return self.lease.num_rows - self.num_ok - self.num_error
+
+
+class RankWorker:
+    """Runs leases on one engine. ``run`` or ``turn`` belongs to one thread, ``exchange`` to another.
+
+    ``build`` makes the engine when it is first needed. Parts are assembled on ``publisher``, journals
+    synced on ``syncer``, so that neither disk holds up a step.
+    """
+
+    def __init__(
+        self,
+        folder: OutputFolder,
+        plan: Plan,
+        run: int,
+        build: Callable[[], Serving],
+        *,
+        publisher: Executor,
+        syncer: Executor,
+    ) -> None:
+        self._folder, self._plan, self._run, self._build = folder, plan, run, build
+        self._publisher, self._syncer = publisher, syncer
+        columns = plan.contract.render_columns
+        self._reader = RowReader(plan.root, plan.kind, plan.files, columns)
+        self._part_reader = RowReader(plan.root, plan.kind, plan.files, plan.contract.passed.names)
+        self._changed = threading.Condition()
+        self._serving: Serving | None = None
+        self._new_leases: deque[Lease] = deque()
+        self._leases: deque[_LeaseRun] = deque()
+        self._in_flight: dict[str, tuple[_LeaseRun, int]] = {}
+        self._prompt_lengths: list[int] = []
+        self._published: list[tuple[int, Tally]] = []
+        self._must_prepare = self._is_draining = self._is_stopped = self._has_news = False
+        self._failure: str | None = None
+        self._refused: str | None = None
+        self._broken: str | None = None
+        self._num_turns = self._num_prompt_tokens = self._num_completion_tokens = 0
+        self._synced_at = time.monotonic()
+
+    def exchange(self, orders: Orders, wait_s: float) -> RankReport:
+        """Take orders, wait up to ``wait_s`` for something to say, and say it. ``EngineDead``: it is over."""
+        with self._changed:
+            self._must_prepare |= orders.prepare
+            self._is_draining |= orders.drain
+            self._new_leases.extend(orders.leases)
+            self._changed.notify_all()
+        for shard_index in orders.publish:
+            self._submit(self._publisher, self._publish, shard_index)
+        if orders.stop:
+            self._stop()
+        with self._changed:
+            if self._leases:
+                # News of a busy rank is gathered for a moment: each exchange costs the loop some time.
+                self._changed.wait_for(lambda: self._is_over, min(wait_s, _GATHER_S))
+            self._changed.wait_for(lambda: self._has_news or self._is_over, wait_s)
+            self._has_news = False
+            if self._failure is not None:
+                raise EngineDead(self._failure)
+            return self._report()
+
+    def run(self) -> None:
+        """Turn until stopped or dead."""
+        while not self._is_over:
+            if not self.turn():
+                with self._changed:
+                    self._changed.wait_for(lambda: bool(self._new_leases) or self._is_over, _IDLE_WAIT_S)
+
+    def turn(self) -> bool:
+        """One turn of the loop; whether there was work. What goes wrong in it ends the rank."""
+        self._num_turns += 1
+        try:
+            return self._turn()
+        except Exception as error:
+            # The boundary of the rank: whatever it was, this engine is not trusted with another row.
+            self._fail(error)
+            return False
+
+    def _turn(self) -> bool:
+        if self._serving is None and self._must_prepare:
+            self._serving = self._build()
+            self._tell()
+        self._open_leases()
+        if self._serving is None:
+            return False
+        if not self._is_draining:
+            self._feed(self._serving)
+        self._journal()
+        has_work = self._serving.engine.has_unfinished()
+        if has_work:
+            for output in self._serving.engine.step():
+                self._take(output)
+            self._journal()
+        if time.monotonic() - self._synced_at > _SYNC_INTERVAL_S:
+            self._synced_at = time.monotonic()
+            for run in self._leases:
+                self._submit(self._syncer, run.journal.sync)
+        return has_work
+
+    def _open_leases(self) -> None:
+        while self._new_leases and not self._is_stopped:
+            lease = self._new_leases[0]
+            shard = self._plan.shards[lease.shard_index]
+            journal = JournalWriter(self._folder, self._plan, shard.index, self._run, lease.lease_id)
+            run = _LeaseRun(lease=lease, shard=shard, journal=journal, rows=self._read(shard, lease))
+            with self._changed:
+                self._leases.append(run)
+                self._new_leases.popleft()
+
+    def _read(self, shard: Shard, lease: Lease) -> Iterator[tuple[int, pa.RecordBatch, int]]:
+        for start, stop in lease.ranges:
+            row = start
+            for batch in self._reader.read(shard.path, shard.start + start, shard.start + stop):
+                for i in range(batch.num_rows):
+                    yield row + i, batch, i
+                row += batch.num_rows
+
+    def _feed(self, serving: Serving) -> None:
+        """Add rows until the next step is sure to be full, and not so many that prompts pile up.
+
+        A step takes no more prompt tokens than its budget, so that many tokens are enough to wait.
+        """
+        few = max(2, serving.capacity // 4)
+        num_waiting = serving.engine.stats().num_waiting
+        # Requests start in the order they came, so the last ones are those that wait.
+        num_tokens = sum(self._prompt_lengths[-num_waiting:]) if num_waiting else 0
+        while len(self._in_flight) < serving.capacity + few and (
+            num_waiting < few or num_tokens < serving.max_num_batched_tokens
+        ):
+            run = next((run for run in self._leases if not run.is_read), None)
+            if run is None or (run.lease.is_solo and self._in_flight):
+                break
+            added = self._add_next_row(serving, run)
+            num_waiting += added > 0
+            num_tokens += added
+        del self._prompt_lengths[: -(serving.capacity + few)]
+
+    def _add_next_row(self, serving: Serving, run: _LeaseRun) -> int:
+        """Read, render and add the lease's next row; its prompt tokens, 0 when it was refused."""
+        row, batch, index = next(run.rows)
+        row_id = run.shard.row_id(row)
+        # Before the row is touched: if it kills this process, its name has to be on the list.
+        run.journal.start([row])
+        run.num_read += 1
+        run.is_read = run.num_read == run.lease.num_rows
+        try:
+            request = serving.renderer.render(_values(batch, index), row_id)
+            serving.engine.add_request(request)
+        except RequestRejected as rejected:
+            run.finished.append(FinishedRow(row=row, error=rejected.code, error_message=rejected.message))
+            return 0
+        self._in_flight[row_id] = (run, row)
+        self._prompt_lengths.append(len(request.prompt_token_ids))
+        return len(request.prompt_token_ids)
+
+    def _take(self, output: RequestOutput) -> None:
+        run, row = self._in_flight.pop(output.request_id)
+        run.finished.append(FinishedRow(row=row, output=output))
+        self._num_prompt_tokens += output.num_prompt_tokens
+        self._num_completion_tokens += sum(len(completion.token_ids) for completion in output.completions)
+
+    def _journal(self) -> None:
+        """Write what finished; close the leases that are through."""
+        for run in [run for run in self._leases if run.finished]:
+            run.journal.finish(run.finished)
+            num_ok = sum(1 for row in run.finished if row.error is None)
+            with self._changed:
+                run.num_ok += num_ok
+                run.num_error += len(run.finished) - num_ok
+            run.finished = []
+            if run.num_left == 0:
+                self._submit(self._syncer, self._close, run)
+            if self._is_hungry:
+                self._tell()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_stopped or not (self._failure is self._refused is self._broken is None)
+
+    @property
+    def _is_hungry(self) -> bool:
+        num_left = sum(run.num_left for run in self._leases)
+        return self._serving is not None and num_left <= self._serving.capacity * 5 // 4
+
+    def _close(self, run: _LeaseRun) -> None:
+        # Done means done for a publisher on another machine: synced and closed first.
+        run.journal.close()
+        with self._changed:
+            run.is_done = True
+        self._tell()
+
+    def _publish(self, shard_index: int) -> None:
+        shard = self._plan.shards[shard_index]
+        attempt = f"{self._run:06d}-{time.time_ns()}"
+        tally = publish_shard(self._folder, self._plan, shard, self._part_reader, attempt)
+        with self._changed:
+            self._published.append((shard_index, tally))
+        self._tell()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            journals = [run.journal for run in self._leases]
+            self._changed.notify_all()
+        for journal in journals:
+            journal.sync()
+
+    def _report(self) -> RankReport:
+        published = tuple(self._published)
+        self._published.clear()
+        leases = tuple(
+            LeaseReport(
+                lease_id=run.lease.lease_id,
+                num_read=run.num_read,
+                num_ok=run.num_ok,
+                num_error=run.num_error,
+                is_done=run.is_done,
+            )
+            for run in self._leases
+        )
+        self._leases = deque(run for run in self._leases if not run.is_done)
+        return RankReport(
+            num_turns=self._num_turns,
+            capacity=self._serving.capacity if self._serving is not None else 0,
+            leases=leases,
+            published=published,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_completion_tokens=self._num_completion_tokens,
+            environment=describe_environment() if self._serving is not None else {},
+            is_drained=self._is_draining and not self._in_flight,
+            is_stopped=self._is_stopped,
+            refused=self._refused,
+            broken=self._broken,
+        )
+
+    def _submit(self, executor: Executor, work: Callable[..., None], *arguments: object) -> None:
+        executor.submit(work, *arguments).add_done_callback(self._look_at)
+
+    def _look_at(self, future: Future[None]) -> None:
+        error = future.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))
+        logger.error("%s", text)
+        with self._changed:
+            if isinstance(error, ConfigError):
+                self._refused = str(error)
+            elif isinstance(error, OSError) and error.errno in _UNWRITABLE:
+                self._broken = f"the output cannot be written: {error}"
+            else:
+                self._failure = self._failure or text
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._has_news = True
+            self._changed.notify_all()
+
+
+def _values(batch: pa.RecordBatch, index: int) -> dict[str, object]:
+    """One row as Python values. A text that is not UTF-8 refuses the row."""
+    values: dict[str, object] = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            values[name] = column[index].as_py()
+        except UnicodeDecodeError as error:
+            raise RequestRejected("not_utf8", f"{name} is not UTF-8: {error}") from error
+    return values
+
+
+@functools.cache
+def describe_environment() -> dict[str, str]:
+    """What this rank's bits depend on besides the job: the device's kind and the versions."""
+    found = {"python": platform.python_version(), "device": _device_name()}
+    for name in ("overnight", "torch", "triton"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _device_name() -> str:
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in path.read_text().splitlines():
+            if line.startswith("Model:"):
+                return line.partition(":")[2].strip()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
