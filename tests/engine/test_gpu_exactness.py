@@ -43,10 +43,10 @@ def requests(seed: int, vocab_size: int) -> list[Request]:
     rng = random.Random(seed)
     shared = [rng.randrange(10, vocab_size) for _ in range(256)]
     result = []
-    for index, length in enumerate((1, 17, 150, 40, 300, 64, 5, 90)):
+    for index, length in enumerate((1, 17, 150, 40, 300, 64)):
         prompt = [rng.randrange(10, vocab_size) for _ in range(length)]
         sampling = SamplingParams(
-            temperature=(0.0, 0.8)[index % 2], top_p=0.9, max_tokens=24, n=1 + (index == 3), ignore_eos=True
+            temperature=(0.0, 0.8)[index % 2], top_p=0.9, max_tokens=8, n=1 + (index == 3), ignore_eos=True
         )
         ids = shared[: 64 * (index % 4)] + prompt
         result.append(Request(request_id=f"row {index}", prompt_token_ids=ids, sampling=sampling))
