@@ -11,7 +11,7 @@ from engine.api import (
     TokenLogprobs,
     output_digest,
 )
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError, EngineDead, RequestRejected
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "RequestRejected",
+    "ResolvedConfig",
     "SamplingParams",
     "TokenLogprobs",
     "output_digest",

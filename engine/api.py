@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Protocol
 
+from engine.config import ResolvedConfig
+
 
 class FinishReason(str, Enum):
     """Why a completion ended. ``STOP``: an end token, a stop id or a stop string; ``LENGTH``: a limit."""
@@ -181,3 +183,13 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counters and gauges."""
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """What it runs with, after every "auto" was answered."""
+
+    def restart(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Forget all cached prefixes and go on within these limits, none above the built ones.
+
+        Only while nothing is unfinished. No answer depends on it; it serves to show that.
+        """

@@ -61,11 +61,15 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """What one rank really runs with; nothing is "auto" any more. Recorded beside the output."""
+    """What one rank really runs with; nothing is "auto" any more. Recorded beside the output.
+
+    ``device_name`` is what the device calls itself: bits are compared within one kind of it.
+    """
 
     model: str
     dtype: Literal["float32", "bfloat16"]
     device: Literal["cpu", "cuda"]
+    device_name: str = ""
     activation_quantisation: Literal["release", "row", "none"]
     cache_quantisation: Literal["release", "none"]
     max_model_len: int

@@ -6,7 +6,7 @@ knows only its own part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -44,21 +44,7 @@ class LLMEngine:
         self._vocab_size = runner.model_config.vocab_size
         self._token_bytes = TokenBytes(tokenizer)
         self._sampler = Sampler(self._vocab_size, resolved.seed)
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_model_len=resolved.max_model_len,
-                max_num_seqs=resolved.max_num_seqs,
-                max_num_batched_tokens=resolved.max_num_batched_tokens,
-                num_kv_blocks=resolved.num_kv_blocks,
-                num_host_blocks=resolved.num_host_kv_blocks,
-                num_host_states=resolved.num_host_states,
-                enable_prefix_caching=resolved.enable_prefix_caching,
-                decoder_prefill=resolved.decoder_prefill,
-                preemption=resolved.preemption,
-                max_num_preemptions=resolved.max_num_preemptions,
-            ),
-            runner.shape,
-        )
+        self.scheduler = Scheduler(_scheduler_config(resolved), runner.shape)
         self._requests: dict[str, _RequestState] = {}
         self._next_seq_id = 0
 
@@ -126,6 +112,22 @@ class LLMEngine:
         self.scheduler.finish_step(batch)
         return self._update(batch, sampled)
 
+    def restart(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Forget all cached prefixes and go on within other limits; the loaded model and its memory stay."""
+        if self.has_unfinished():
+            raise ValueError("an engine is restarted only when nothing is unfinished")
+        built = self.runner.resolved
+        for name, asked in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+        ):
+            if not 1 <= asked <= getattr(built, name):
+                raise ValueError(f"{name} must lie in 1..{getattr(built, name)}, got {asked}")
+        self.resolved = replace(
+            built, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
+        self.scheduler = Scheduler(_scheduler_config(self.resolved), self.runner.shape)
+
     def stats(self) -> EngineStats:
         """Counters since the engine was built, and gauges of this moment."""
         counters = self.scheduler.stats
@@ -179,6 +181,21 @@ class LLMEngine:
                 outputs.append(_output(state))
                 del self._requests[seq.request.request_id]
         return outputs
+
+
+def _scheduler_config(resolved: ResolvedConfig) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        num_kv_blocks=resolved.num_kv_blocks,
+        num_host_blocks=resolved.num_host_kv_blocks,
+        num_host_states=resolved.num_host_states,
+        enable_prefix_caching=resolved.enable_prefix_caching,
+        decoder_prefill=resolved.decoder_prefill,
+        preemption=resolved.preemption,
+        max_num_preemptions=resolved.max_num_preemptions,
+    )
 
 
 def _output(state: _RequestState) -> RequestOutput:

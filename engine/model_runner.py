@@ -5,6 +5,8 @@ It loads the model, sizes its memory and runs what the scheduler planned; it dec
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -74,6 +76,7 @@ class ModelRunner:
             model=config.model,
             dtype=dtype,
             device=device,
+            device_name=_device_name(self.device),
             activation_quantisation=activations,
             cache_quantisation=config.cache_quantisation,
             max_model_len=max_model_len,
@@ -126,6 +129,15 @@ def _resolve_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device is cuda, but this machine has no usable GPU")
     return config.device
+
+
+def _device_name(device: torch.device) -> str:
+    """The GPU's name; of a CPU the model and the instruction set that torch picks its kernels by."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(models, platform.machine())}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _resolve_dtype(config: EngineConfig, model_config: DeepseekV41Config) -> Literal["float32", "bfloat16"]:

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections import deque
+from dataclasses import replace
 
 from engine import (
     Completion,
@@ -21,6 +22,7 @@ from engine import (
     Request,
     RequestOutput,
     RequestRejected,
+    ResolvedConfig,
     TokenLogprobs,
 )
 
@@ -119,6 +121,34 @@ class FakeEngine:
 
     def has_unfinished(self) -> bool:
         return bool(self._waiting or self._running)
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        config = self._config
+        return ResolvedConfig(
+            model=config.model,
+            dtype="float32",
+            device="cpu",
+            device_name="fake",
+            activation_quantisation="none",
+            cache_quantisation=config.cache_quantisation,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_kv_blocks=config.num_kv_blocks,
+            num_host_kv_blocks=config.num_host_kv_blocks,
+            num_host_states=config.num_host_states,
+            enable_prefix_caching=config.enable_prefix_caching,
+            decoder_prefill=config.decoder_prefill,
+            preemption=config.preemption,
+            max_num_preemptions=config.max_num_preemptions,
+            seed=config.seed,
+        )
+
+    def restart(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self._config = replace(
+            self._config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
 
     def stats(self) -> EngineStats:
         return EngineStats(
