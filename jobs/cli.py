@@ -138,8 +138,10 @@ def format_status(status: JobStatus) -> str:
             f"last run: {status.num_reused} rows reused, {status.num_run} run; "
             f"{status.num_runs} runs, {status.num_rank_deaths} ranks lost, {status.seconds:.1f} s in all",
             f"errors: {errors}",
-            f"tokens: {tally.num_prompt_tokens} in, {tally.num_completion_tokens} out, "
+            f"tokens: {tally.num_prompt_tokens} in ({tally.num_cached_tokens} cached, "
+            f"{tally.cache_hit_rate:.1%}), {tally.num_completion_tokens} out, "
             f"{status.num_tokens_per_s:.1f} a second",
+            f"preemptions: {tally.num_preemptions}, at most {tally.most_row_preemptions} of one row",
         ]
     )
 

@@ -7,14 +7,13 @@ how rows are read, answered or written.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import logging
 import os
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,14 +23,13 @@ from ray.exceptions import RayError
 
 from engine import ConfigError
 from jobs.config import JobConfig
-from jobs.rank import EngineBuilder, RankActor, RankSpec, build_job_renderer
+from jobs.job_plan import plan_job, with_absolute_paths
+from jobs.rank import EngineBuilder, RankActor, RankSpec
 from jobs.reaper import MARK, Reaper
 from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, RankReport, StopRequest
-from pipelines.manifest import DriverLock, OutputFolder, check_folder, claim_run, write_plan
-from pipelines.plan import Plan, build_plan
+from pipelines.manifest import DriverLock, OutputFolder, check_folder, claim_run, replace_durably, write_plan
+from pipelines.plan import Plan
 from pipelines.report import read_status
-from pipelines.schema import build_contract
-from pipelines.source import find_input
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +37,6 @@ EXIT_COMMITTED = 0
 EXIT_FAILED = 1
 EXIT_TOO_MANY_ERRORS = 3
 EXIT_STOPPED = 75
-
-SPEED_ONLY = frozenset(
-    {
-        "model",
-        "device",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "num_kv_blocks",
-        "host_memory_bytes",
-        "num_host_kv_blocks",
-        "num_host_states",
-        "enable_prefix_caching",
-        "preemption",
-        "max_num_preemptions",
-        "gpu_memory_utilization",
-    }
-)
-"""Engine settings that may change between two runs of one job: they change no bit of an answer."""
 
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest: no row goes through it
 
@@ -67,7 +47,7 @@ def run_job(job: JobConfig, *, build_engine: EngineBuilder | None = None) -> int
     Raises ``ConfigError`` for what is refused; nothing is written then. ``build_engine`` must be a
     function that other processes can import; None builds the real engine.
     """
-    job = _with_absolute_paths(job)
+    job = with_absolute_paths(job)
     plan = plan_job(job)
     folder = OutputFolder(Path(job.output.path))
     check_folder(folder, plan)
@@ -91,6 +71,8 @@ def _drive(spec: RankSpec, plan: Plan, num_ranks: int, stopper: _Stopper) -> Out
     with DriverLock(folder):
         try:
             run = claim_run(folder)
+            # The last run's: its model may lie elsewhere than the first one's did.
+            replace_durably(folder, folder.job_file, spec.job.model_dump_json(indent=1).encode())
             fleet = RayFleet(replace(spec, run=run), num_ranks)
             try:
                 driver = Driver(folder, plan, fleet, run=run)
@@ -103,64 +85,6 @@ def _drive(spec: RankSpec, plan: Plan, num_ranks: int, stopper: _Stopper) -> Out
             if not has_begun and not any(folder.journals.rglob("*.journal")):
                 _unwrite(folder)
             raise
-
-
-def _with_absolute_paths(job: JobConfig) -> JobConfig:
-    """Ranks may run in another directory."""
-    model = os.path.abspath(job.model.path)
-    template = job.chat.template
-    return job.model_copy(
-        update={
-            "model": job.model.model_copy(update={"path": model}),
-            "engine": replace(job.engine, model=model),
-            "input": job.input.model_copy(update={"path": os.path.abspath(job.input.path)}),
-            "output": job.output.model_copy(update={"path": os.path.abspath(job.output.path)}),
-            "chat": job.chat.model_copy(
-                update={"template": None if template is None else os.path.abspath(template)}
-            ),
-        }
-    )
-
-
-def plan_job(job: JobConfig) -> Plan:
-    """The job's plan, from its inputs as they are. Raises ``ConfigError``; writes nothing."""
-    if not (Path(job.model.path) / "config.json").is_file():
-        raise ConfigError(f"model.path {job.model.path!r} is not a model folder: it has no config.json")
-    build_job_renderer(job)
-    found = find_input(job.input.path, exclude=job.output.path)
-    contract = build_contract(
-        [(file.path, schema) for file, schema in zip(found.files, found.schemas, strict=True)],
-        prefix=job.output.prefix,
-        num_samples=job.sampling.n,
-        has_logprobs=job.sampling.logprobs is not None,
-    )
-    return build_plan(
-        found, contract, rows_per_shard=job.input.rows_per_shard, settings=_settings_that_matter(job)
-    )
-
-
-def _settings_that_matter(job: JobConfig) -> dict[str, Any]:
-    settings: dict[str, Any] = {"model.path": fingerprint_model(Path(job.model.path))}
-    settings |= {f"chat.{name}": value for name, value in job.chat.model_dump().items()}
-    if job.chat.template is not None:
-        settings["chat.template"] = hashlib.blake2b(Path(job.chat.template).read_bytes()).hexdigest()[:32]
-    settings |= {f"sampling.{name}": value for name, value in asdict(job.sampling).items()}
-    settings |= {
-        f"engine.{name}": value for name, value in asdict(job.engine).items() if name not in SPEED_ONLY
-    }
-    settings["output.prefix"] = job.output.prefix
-    return settings
-
-
-def fingerprint_model(folder: Path) -> str:
-    """Tells models apart by their small files' content and their weight files' names and sizes."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".jinja"):
-            digest.update(f"{path.name}\0".encode() + path.read_bytes())
-        elif path.suffix == ".safetensors":
-            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-    return digest.hexdigest()
 
 
 def _unwrite(folder: OutputFolder) -> None:

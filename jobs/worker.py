@@ -7,23 +7,20 @@ processes, nor which rows it gets, nor what its death means: the driver decides 
 from __future__ import annotations
 
 import errno
-import functools
-import importlib.metadata
 import logging
-import platform
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import pyarrow as pa
 
 from engine import ConfigError, Engine, EngineDead, Request, RequestOutput, RequestRejected
+from jobs.environment import describe_environment
 from pipelines.driver import Orders, RankReport
 from pipelines.ledger import Lease, LeaseReport
 from pipelines.manifest import OutputFolder, Tally
@@ -108,6 +105,9 @@ class RankWorker:
         self._refused: str | None = None
         self._broken: str | None = None
         self._num_turns = self._num_prompt_tokens = self._num_completion_tokens = 0
+        self._num_cached_tokens = 0
+        self._environment: dict[str, str] = {}
+        self._engine_settings: dict[str, Any] = {}
         self._synced_at = time.monotonic()
 
     def exchange(self, orders: Orders, wait_s: float) -> RankReport:
@@ -150,7 +150,11 @@ class RankWorker:
 
     def _turn(self) -> bool:
         if self._serving is None and self._must_prepare:
-            self._serving = self._build()
+            serving = self._build()
+            resolved = serving.engine.resolved
+            self._environment = describe_environment(resolved, str(self._plan.settings.get("model.path")))
+            self._engine_settings = asdict(resolved)
+            self._serving = serving
             self._tell()
         self._open_leases()
         if self._serving is None:
@@ -216,7 +220,7 @@ class RankWorker:
         run.num_read += 1
         run.is_read = run.num_read == run.lease.num_rows
         try:
-            request = serving.renderer.render(_values(batch, index), row_id)
+            request = serving.renderer.render(read_values(batch, index), row_id)
             serving.engine.add_request(request)
         except RequestRejected as rejected:
             run.finished.append(FinishedRow(row=row, error=rejected.code, error_message=rejected.message))
@@ -229,6 +233,7 @@ class RankWorker:
         run, row = self._in_flight.pop(output.request_id)
         run.finished.append(FinishedRow(row=row, output=output))
         self._num_prompt_tokens += output.num_prompt_tokens
+        self._num_cached_tokens += output.num_cached_tokens
         self._num_completion_tokens += sum(len(completion.token_ids) for completion in output.completions)
 
     def _journal(self) -> None:
@@ -298,7 +303,9 @@ class RankWorker:
             published=published,
             num_prompt_tokens=self._num_prompt_tokens,
             num_completion_tokens=self._num_completion_tokens,
-            environment=describe_environment() if self._serving is not None else {},
+            num_cached_tokens=self._num_cached_tokens,
+            environment=self._environment,
+            engine_settings=self._engine_settings,
             is_drained=self._is_draining and not self._in_flight,
             is_stopped=self._is_stopped,
             refused=self._refused,
@@ -331,7 +338,7 @@ class RankWorker:
             self._changed.notify_all()
 
 
-def _values(batch: pa.RecordBatch, index: int) -> dict[str, object]:
+def read_values(batch: pa.RecordBatch, index: int) -> dict[str, object]:
     """One row as Python values. A text that is not UTF-8 refuses the row."""
     values: dict[str, object] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -340,26 +347,3 @@ def _values(batch: pa.RecordBatch, index: int) -> dict[str, object]:
         except UnicodeDecodeError as error:
             raise RequestRejected("not_utf8", f"{name} is not UTF-8: {error}") from error
     return values
-
-
-@functools.cache
-def describe_environment() -> dict[str, str]:
-    """What this rank's bits depend on besides the job: the device's kind and the versions."""
-    found = {"python": platform.python_version(), "device": _device_name()}
-    for name in ("overnight", "torch", "triton"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def _device_name() -> str:
-    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        for line in path.read_text().splitlines():
-            if line.startswith("Model:"):
-                return line.partition(":")[2].strip()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.errors import ConfigError
 from pipelines.ledger import Lease, LeaseReport, Ledger
@@ -53,7 +53,8 @@ class RankReport:
     """What a rank says, one exchange's worth. ``num_turns`` is pushed by its step loop alone.
 
     ``refused`` says why the job cannot run at all, ``broken`` why its output cannot be written.
-    ``capacity`` is how many rows the engine runs at once; 0 until the engine is built.
+    ``capacity`` is how many rows the engine runs at once; 0 until the engine is built. ``environment`` and
+    ``engine_settings`` say what a built engine's answers depend on besides the plan.
     """
 
     num_turns: int
@@ -62,7 +63,9 @@ class RankReport:
     published: tuple[tuple[int, Tally], ...] = ()
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
+    engine_settings: Mapping[str, Any] = field(default_factory=dict)
     is_drained: bool = False
     is_stopped: bool = False
     refused: str | None = None
@@ -125,7 +128,7 @@ class _Slot:
     publishing: set[int] = field(default_factory=set)
     is_stopped: bool = False
     is_drained: bool = False
-    num_tokens: tuple[int, int] = (0, 0)
+    num_tokens: tuple[int, int, int] = (0, 0, 0)
 
 
 class Driver:
@@ -227,7 +230,7 @@ class Driver:
     def _start(self, slot: int) -> None:
         state = self._slots[slot]
         state.is_live, state.capacity, state.num_turns = True, 0, -1
-        state.has_finished_rows, state.num_tokens = False, (0, 0)
+        state.has_finished_rows, state.num_tokens = False, (0, 0, 0)
         state.moved_at = time.monotonic()
         self._fleet.start(slot)
 
@@ -239,17 +242,20 @@ class Driver:
         state = self._slots[slot]
         if report.num_turns != state.num_turns:
             state.num_turns, state.moved_at = report.num_turns, time.monotonic()
-        if report.capacity and not state.capacity and report.environment not in self._record.environments:
-            self._record.environments.append(dict(report.environment))
+        if report.capacity and not state.capacity:
+            self._record.add_rank(report.environment, report.engine_settings)
+            self._save()  # before the rank has a row: what it will answer can be told apart by this
         state.capacity = report.capacity
         state.is_stopped, state.is_drained = report.is_stopped, report.is_drained
         for lease in report.leases:
             self._ledger.record(lease)
             if lease.num_ok + lease.num_error:
                 state.has_finished_rows, state.num_barren_deaths = True, 0
-        self._record.num_prompt_tokens += report.num_prompt_tokens - state.num_tokens[0]
-        self._record.num_completion_tokens += report.num_completion_tokens - state.num_tokens[1]
-        state.num_tokens = (report.num_prompt_tokens, report.num_completion_tokens)
+        num_tokens = (report.num_prompt_tokens, report.num_completion_tokens, report.num_cached_tokens)
+        self._record.num_prompt_tokens += num_tokens[0] - state.num_tokens[0]
+        self._record.num_completion_tokens += num_tokens[1] - state.num_tokens[1]
+        self._record.num_cached_tokens += num_tokens[2] - state.num_tokens[2]
+        state.num_tokens = num_tokens
         for shard_index, tally in report.published:
             if shard_index in state.publishing:
                 state.publishing.discard(shard_index)
@@ -366,6 +372,7 @@ class Driver:
             self._num_done,
             num_errors=self._num_errors_before + ledger.num_error,
             num_tokens=record.num_prompt_tokens + record.num_completion_tokens,
+            cache_hit_rate=record.num_cached_tokens / max(record.num_prompt_tokens, 1),
             num_ranks=sum(1 for state in self._slots if state.is_live and state.capacity),
             is_last=is_last,
         )

@@ -29,13 +29,15 @@ COMMIT_KEY = b"overnight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Rows by outcome, and the tokens of the answered ones."""
+    """Rows by outcome; tokens and preemptions of the answered ones, and the most of one row."""
 
     num_ok: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    most_row_preemptions: int = 0
 
     @property
     def num_error(self) -> int:
@@ -47,6 +49,11 @@ class Tally:
         """All rows counted."""
         return self.num_ok + self.num_error
 
+    @property
+    def cache_hit_rate(self) -> float:
+        """The share of prompt tokens that came from the prefix cache."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
     def __add__(self, other: Tally) -> Tally:
         codes = sorted({*self.errors, *other.errors})
         return Tally(
@@ -55,6 +62,8 @@ class Tally:
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
             num_completion_tokens=self.num_completion_tokens + other.num_completion_tokens,
             num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
+            num_preemptions=self.num_preemptions + other.num_preemptions,
+            most_row_preemptions=max(self.most_row_preemptions, other.most_row_preemptions),
         )
 
 
@@ -71,6 +80,11 @@ class OutputFolder:
     @property
     def plan_file(self) -> Path:
         return self.state / "plan.json"
+
+    @property
+    def job_file(self) -> Path:
+        """The job as its last run was told it, for what works on its rows later."""
+        return self.state / "job.json"
 
     @property
     def report_file(self) -> Path:

@@ -11,10 +11,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -27,6 +27,8 @@ from pipelines.manifest import (
     try_read_commit,
 )
 from pipelines.sink import count_rows, read_shard_rows
+
+T = TypeVar("T")
 
 _LINE_INTERVAL_S = 5.0
 
@@ -42,12 +44,20 @@ class RunRecord:
     num_run: int = 0
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
     num_in_flight: int = 0
     num_rank_deaths: int = 0
     num_ranks: int = 0
     outcome: str = "running"
     process: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     environments: list[Mapping[str, str]] = field(default_factory=list)
+    engine_settings: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def add_rank(self, environment: Mapping[str, str], engine_settings: Mapping[str, Any]) -> None:
+        """Note what a rank's answers depend on: each distinct one once."""
+        for known, found in ((self.environments, environment), (self.engine_settings, engine_settings)):
+            if found not in known:
+                known.append(dict(found))
 
     def save(self, folder: OutputFolder) -> None:
         """Write the record to the run's own file."""
@@ -75,6 +85,7 @@ class JobStatus:
     seconds: float
     is_running: bool
     environments: tuple[Mapping[str, str], ...]
+    engine_settings: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def num_ok(self) -> int:
@@ -132,7 +143,8 @@ def read_status(output_dir: str | Path) -> JobStatus:
         num_rank_deaths=sum(run.num_rank_deaths for run in runs),
         seconds=sum(run.seconds for run in runs),
         is_running=is_running,
-        environments=tuple(_distinct(runs)),
+        environments=distinct(found for run in runs for found in run.environments),
+        engine_settings=distinct(found for run in runs for found in run.engine_settings),
     )
 
 
@@ -142,11 +154,13 @@ def read_runs(folder: OutputFolder) -> list[RunRecord]:
     return [RunRecord(**json.loads(text)) for text in texts if text]
 
 
-def _distinct(runs: list[RunRecord]) -> list[Mapping[str, str]]:
-    environments: list[Mapping[str, str]] = []
-    for run in runs:
-        environments.extend(found for found in run.environments if found not in environments)
-    return environments
+def distinct(facts: Iterable[Mapping[str, T]]) -> tuple[Mapping[str, T], ...]:
+    """Each mapping once, in the order they came."""
+    known: list[Mapping[str, T]] = []
+    for found in facts:
+        if found not in known:
+            known.append(found)
+    return tuple(known)
 
 
 def write_report(folder: OutputFolder, status: JobStatus) -> None:
@@ -159,6 +173,7 @@ def write_report(folder: OutputFolder, status: JobStatus) -> None:
         num_error=status.num_error,
         is_finished=status.is_finished,
         num_tokens_per_s=round(status.num_tokens_per_s, 3),
+        cache_hit_rate=round(status.tally.cache_hit_rate, 6),
     )
     replace_durably(folder, folder.report_file, json.dumps(tree, indent=1).encode())
 
@@ -176,12 +191,22 @@ class ProgressLine:
         self._shown = done
 
     def show(
-        self, done: int, *, num_errors: int, num_tokens: int, num_ranks: int, is_last: bool = False
+        self,
+        done: int,
+        *,
+        num_errors: int,
+        num_tokens: int,
+        num_ranks: int,
+        cache_hit_rate: float = 0.0,
+        is_last: bool = False,
     ) -> None:
         """Bring the line up to date. ``num_tokens``: in and out, of the rows of this run."""
         now = time.monotonic()
         elapsed = now - self._started
-        facts = f"{num_tokens / max(elapsed, 1e-9):.0f} tok/s, {num_errors} errors, {num_ranks} ranks"
+        facts = (
+            f"{num_tokens / max(elapsed, 1e-9):.0f} tok/s, {cache_hit_rate:.0%} cached, "
+            f"{num_errors} errors, {num_ranks} ranks"
+        )
         if self._bar is not None:
             self._bar.set_postfix_str(facts, refresh=False)
             self._bar.update(done - self._shown)

@@ -28,6 +28,9 @@ _BINARY = pa.large_binary()
 ROW = "row"
 """The journal's key: the row's number in its shard."""
 
+NUM_PREEMPTIONS = "num_preemptions"
+"""What a journal knows of a row and its part does not: how it came about is no part of the answer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRow:
@@ -67,7 +70,8 @@ class ColumnContract:
     @property
     def journal(self) -> pa.Schema:
         """The schema of a journal's batches."""
-        return pa.schema([pa.field(ROW, pa.int32()), *self.answered])
+        ours = [pa.field(ROW, pa.int32()), pa.field(NUM_PREEMPTIONS, pa.int32())]
+        return pa.schema([*ours, *self.answered])
 
     def to_batch(self, rows: Sequence[FinishedRow]) -> pa.RecordBatch:
         """Finished rows as a batch of ``journal``."""
@@ -175,6 +179,7 @@ def _top_logprobs(completion: Completion) -> list[list[dict[str, Any]]] | None:
 
 _VALUES: dict[str, _Value] = {
     ROW: lambda row, is_list: row.row,
+    NUM_PREEMPTIONS: _of_output(lambda o: o.num_preemptions),
     "completion": _of_samples(lambda c: c.text),
     "completion_token_ids": _of_samples(lambda c: list(c.token_ids)),
     "finish_reason": _of_samples(lambda c: c.finish_reason.value),

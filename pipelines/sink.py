@@ -32,7 +32,7 @@ from pipelines.manifest import (
     try_read_commit,
 )
 from pipelines.plan import Plan
-from pipelines.schema import ROW, STATUS_OK, STRING, FinishedRow
+from pipelines.schema import NUM_PREEMPTIONS, ROW, STATUS_OK, STRING, FinishedRow
 from pipelines.source import RowReader, Shard
 
 _FRAME = struct.Struct("<IIc")
@@ -204,7 +204,7 @@ def _assemble(plan: Plan, shard: Shard, reader: RowReader, answers: pa.Table) ->
     row = 0
     for batch in reader.read(shard.path, shard.start, shard.stop):
         passed = batch.select(contract.passed.names).cast(contract.passed)
-        part = answers.slice(row, batch.num_rows).drop_columns([ROW]).combine_chunks()
+        part = answers.slice(row, batch.num_rows).drop_columns([ROW, NUM_PREEMPTIONS]).combine_chunks()
         ids = pa.array([shard.row_id(row + i) for i in range(batch.num_rows)], STRING)
         ours = [column.combine_chunks() for column in part.columns]
         arrays = [*passed.columns, ids, *(_as_array(column) for column in ours)]
@@ -230,4 +230,6 @@ def count_rows(answers: pa.Table) -> Tally:
         num_prompt_tokens=pc.sum(answers.column("num_prompt_tokens")).as_py() or 0,
         num_completion_tokens=pc.sum(completion_tokens).as_py() or 0,
         num_cached_tokens=pc.sum(answers.column("num_cached_tokens")).as_py() or 0,
+        num_preemptions=pc.sum(answers.column(NUM_PREEMPTIONS)).as_py() or 0,
+        most_row_preemptions=pc.max(answers.column(NUM_PREEMPTIONS)).as_py() or 0,
     )

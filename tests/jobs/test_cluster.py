@@ -15,8 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine import ConfigError
-from jobs.cluster import SPEED_ONLY, fingerprint_model, plan_job, run_job
+from jobs.cluster import run_job
 from jobs.config import JobConfig, load_job
+from jobs.environment import SPEED_ONLY
+from jobs.job_plan import fingerprint_model, plan_job
 from jobs.reaper import MARK, Reaper, reap
 from pipelines.plan import describe_difference
 from tests.small_jobs import random_prompts, write_prompts

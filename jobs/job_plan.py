@@ -1,0 +1,78 @@
+"""From a checked JobConfig to the plan that tells the job apart from every other.
+
+Owns which settings change answers, and the model's fingerprint. It must not know Ray, nor what is done
+with a plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from engine import ConfigError
+from jobs.config import JobConfig
+from jobs.environment import SPEED_ONLY
+from jobs.rank import build_job_renderer
+from pipelines.plan import Plan, build_plan
+from pipelines.schema import build_contract
+from pipelines.source import find_input
+
+
+def with_absolute_paths(job: JobConfig) -> JobConfig:
+    """Ranks may run in another directory."""
+    model = os.path.abspath(job.model.path)
+    template = job.chat.template
+    return job.model_copy(
+        update={
+            "model": job.model.model_copy(update={"path": model}),
+            "engine": replace(job.engine, model=model),
+            "input": job.input.model_copy(update={"path": os.path.abspath(job.input.path)}),
+            "output": job.output.model_copy(update={"path": os.path.abspath(job.output.path)}),
+            "chat": job.chat.model_copy(
+                update={"template": None if template is None else os.path.abspath(template)}
+            ),
+        }
+    )
+
+
+def plan_job(job: JobConfig) -> Plan:
+    """The job's plan, from its inputs as they are. Raises ``ConfigError``; writes nothing."""
+    if not (Path(job.model.path) / "config.json").is_file():
+        raise ConfigError(f"model.path {job.model.path!r} is not a model folder: it has no config.json")
+    build_job_renderer(job)
+    found = find_input(job.input.path, exclude=job.output.path)
+    contract = build_contract(
+        [(file.path, schema) for file, schema in zip(found.files, found.schemas, strict=True)],
+        prefix=job.output.prefix,
+        num_samples=job.sampling.n,
+        has_logprobs=job.sampling.logprobs is not None,
+    )
+    return build_plan(found, contract, rows_per_shard=job.input.rows_per_shard, settings=answer_settings(job))
+
+
+def answer_settings(job: JobConfig) -> dict[str, Any]:
+    """The settings that change answers, by dotted name: equal for two runs of one job."""
+    settings: dict[str, Any] = {"model.path": fingerprint_model(Path(job.model.path))}
+    settings |= {f"chat.{name}": value for name, value in job.chat.model_dump().items()}
+    if job.chat.template is not None:
+        settings["chat.template"] = hashlib.blake2b(Path(job.chat.template).read_bytes()).hexdigest()[:32]
+    settings |= {f"sampling.{name}": value for name, value in asdict(job.sampling).items()}
+    settings |= {
+        f"engine.{name}": value for name, value in asdict(job.engine).items() if name not in SPEED_ONLY
+    }
+    settings["output.prefix"] = job.output.prefix
+    return settings
+
+
+def fingerprint_model(folder: Path) -> str:
+    """Tells models apart by their small files' content and their weight files' names and sizes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".jinja"):
+            digest.update(f"{path.name}\0".encode() + path.read_bytes())
+        elif path.suffix == ".safetensors":
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+    return digest.hexdigest()
