@@ -117,6 +117,7 @@ class FakeEngine:
             completions=tuple(completions),
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=1,
+            num_preemptions=len(request.prompt_token_ids) % 3,
         )
 
     def has_unfinished(self) -> bool:

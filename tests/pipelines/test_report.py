@@ -12,7 +12,7 @@ import pytest
 from engine import ConfigError
 from pipelines.manifest import OutputFolder
 from pipelines.report import ProgressLine, read_status
-from tests.small_jobs import make_plan, random_prompts, start_run, write_prompts
+from tests.small_jobs import make_plan, random_prompts, read_output, start_run, write_prompts
 
 
 def test_the_report_is_cumulative_over_runs(tmp_path: Path) -> None:
@@ -27,6 +27,10 @@ def test_the_report_is_cumulative_over_runs(tmp_path: Path) -> None:
     assert status.tally.errors == {"null_prompt": 1, "empty_prompt": 1}
     assert status.tally.num_prompt_tokens == sum(len(p) for p in prompts if p)
     assert status.tally.num_cached_tokens == 30
+    preemptions = [len(p) % 3 for p in prompts if p]
+    assert status.tally.num_preemptions == sum(preemptions)
+    assert status.tally.most_row_preemptions == max(preemptions) == 2
+    assert "num_preemptions" not in read_output(folder.path).column_names
     assert (status.num_runs, status.num_reused, status.num_run) == (2, 32, 0)
     assert (status.num_shards, status.num_shards_committed, status.is_finished) == (4, 4, True)
     assert not status.is_running
@@ -34,6 +38,12 @@ def test_the_report_is_cumulative_over_runs(tmp_path: Path) -> None:
     assert (report["num_read"], report["num_ok"], report["num_error"]) == (32, 30, 2)
     assert report["tally"]["num_completion_tokens"] == status.tally.num_completion_tokens
     assert report["seconds"] > 0
+    assert report["cache_hit_rate"] == pytest.approx(30 / status.tally.num_prompt_tokens, abs=1e-6)
+    assert report["tally"]["most_row_preemptions"] == 2
+    (environment,) = report["environments"]
+    assert (environment["device_kind"], environment["device"]) == ("cpu", "fake")
+    assert {"python", "torch", "triton", "overnight", "kernels", "model"} <= environment.keys()
+    assert report["engine_settings"][0]["dtype"] == "float32"
 
 
 def test_a_folder_without_a_job_has_no_status(tmp_path: Path) -> None:
@@ -46,9 +56,9 @@ def test_without_a_terminal_there_are_whole_lines_and_few() -> None:
     stream = io.StringIO()
     line = ProgressLine(100, 40, stream)
     for done in range(40, 101):
-        line.show(done, num_errors=2, num_tokens=500, num_ranks=3, is_last=done == 100)
+        line.show(done, num_errors=2, num_tokens=500, num_ranks=3, cache_hit_rate=0.25, is_last=done == 100)
     line.close()
     (text,) = stream.getvalue().splitlines()
     assert "\r" not in text
     assert "100/100" in text
-    assert "2 errors, 3 ranks" in text
+    assert "25% cached, 2 errors, 3 ranks" in text

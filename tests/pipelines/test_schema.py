@@ -150,6 +150,7 @@ def test_finished_rows_become_columns() -> None:
     ok, error = batch.to_pylist()
     assert ok == {
         "row": 4,
+        "num_preemptions": 0,
         "completion": "text 0",
         "completion_token_ids": [5, 6],
         "finish_reason": "length",
