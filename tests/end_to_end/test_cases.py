@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,40 @@ def test_c11_string_flavours_may_differ_between_files(
     (schema,) = schemas
     assert schema.field("prompt").type == pa.large_string()
     assert schema.field("tags").type == pa.large_list(pa.large_string())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_drivers_and_ranks_and_tails_that_are_lost_at_random(
+    tmp_path: Path, folder: OutputFolder, seed: int
+) -> None:
+    print("seed", seed)
+    random_ = random.Random(seed)
+    prompts = random_prompts(random_, random_.randrange(20, 120))
+    for index in random_.sample(range(len(prompts)), 3):
+        prompts[index] = None
+    write_prompts(tmp_path / "in.parquet", prompts)
+    plan = make_plan(tmp_path / "in.parquet", random_.randrange(5, 40))
+    num_runs, outcome = 0, None
+    while outcome is not Outcome.COMMITTED:
+        num_runs += 1
+        driver, _ = start_run(folder, plan, num_slots=2, capacity=3, random_=random_, chance=0.01)
+        last = random_.randrange(2, 40)
+        countdown = iter(range(last + 1))
+        interrupt_when(driver, lambda left=countdown, last=last: next(left) == last)
+        try:
+            outcome = driver.run()
+        except KeyboardInterrupt:
+            # The machine went down too, it may be: what was not synced is torn off.
+            for journal in folder.journals.rglob("*.journal"):
+                if random_.random() < 0.2:
+                    size = journal.stat().st_size
+                    os.truncate(journal, random_.randrange(size + 1))
+        parts = [pq.read_table(path) for path in folder.path.glob("*.parquet")]
+        row_ids = [row_id for part in parts for row_id in part.column("row_id").to_pylist()]
+        assert len(row_ids) == len(set(row_ids))
+        status = read_status(folder.path)
+        assert status.num_rows_committed == len(row_ids) <= status.num_read <= len(prompts)
+    print("runs", num_runs)
+    output = read_output(folder.path)
+    check_answers(output, prompts)
+    assert read_status(folder.path).tally.errors.get("null_prompt") == 3
