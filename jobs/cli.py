@@ -12,11 +12,16 @@ import importlib.metadata
 import logging
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from engine import ConfigError
+from engine import ConfigError, EngineDead
 from jobs.config import JobConfig, load_job
 from pipelines.report import JobStatus, read_status
 
+if TYPE_CHECKING:
+    from jobs.verify import Verification
+
+EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
 EXIT_CODES = """\
@@ -26,7 +31,11 @@ exit codes:
   2   refused: the config or the input is wrong; nothing was written
   3   every shard is committed, with more error rows than output.max_error_rate allows
   75  stopped cleanly; run the same command again to go on
+of verify: 0 every digest is equal, 1 one differs, 2 refused
 """
+
+NUM_ROWS_TO_VERIFY = 16
+NUM_DIFFERENCES_SHOWN = 10
 
 FLAGS = {
     "--model": ("model.path", "M", "model folder (model.path)"),
@@ -70,7 +79,26 @@ def build_parser() -> argparse.ArgumentParser:
     text = "say how far the job of an output folder is"
     status = commands.add_parser("status", help=text, description=text)
     status.add_argument("output_dir", metavar="OUTPUT_DIR")
+    text = "run some committed rows again, in other ways, and compare the digests of their answers"
+    verify = commands.add_parser("verify", help=text, description=text)
+    verify.add_argument("output_dir", metavar="OUTPUT_DIR")
+    default = f"how many rows, drawn at random (default {NUM_ROWS_TO_VERIFY})"
+    verify.add_argument("--rows", type=_positive, default=NUM_ROWS_TO_VERIFY, metavar="K", help=default)
+    verify.add_argument("--seed", type=int, metavar="S", help="draw the rows of an earlier verify again")
+    verify.add_argument("--model", metavar="M", help="where the model folder is now, if it was moved")
+    verify.add_argument(
+        "--allow-other-device",
+        action="store_true",
+        help="compare on another device kind or with other versions than the job's, and say so",
+    )
     return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError("at least 1")
+    return number
 
 
 def batch_generate(arguments: Sequence[str] | None = None) -> int:
@@ -81,6 +109,8 @@ def batch_generate(arguments: Sequence[str] | None = None) -> int:
             print(format_status(read_status(parsed.output_dir)))
             return 0
         check_environment()
+        if parsed.command == "verify":
+            return _verify(parsed)
         flags = {key: getattr(parsed, key) for key, _, _ in FLAGS.values()}
         return _run(load_job(parsed.job, parsed.set, flags))
     except ConfigError as error:
@@ -107,6 +137,25 @@ def _run(job: JobConfig) -> int:
     from jobs.cluster import run_job
 
     return run_job(job)
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from jobs.verify import verify_output
+
+    try:
+        found = verify_output(
+            parsed.output_dir,
+            num_rows=parsed.rows,
+            seed=parsed.seed,
+            model=parsed.model,
+            allow_other_device=parsed.allow_other_device,
+        )
+    except EngineDead as error:
+        print(f"batch-generate: the engine died: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    print(format_verification(found))
+    return 0 if found.is_equal else EXIT_FAILED
 
 
 def check_environment() -> None:
@@ -144,6 +193,29 @@ def format_status(status: JobStatus) -> str:
             f"preemptions: {tally.num_preemptions}, at most {tally.most_row_preemptions} of one row",
         ]
     )
+
+
+def format_verification(found: Verification) -> str:
+    """What was compared, way by way, and the first differences."""
+    num_rows = len(found.row_ids)
+    here = ", ".join(f"{name} {value}" for name, value in found.environment.items())
+    lines = [f"compared {num_rows} of {found.num_committed} committed rows (seed {found.seed}) on {here}"]
+    if found.num_environments > 1:
+        lines.append(f"the runs of this job recorded {found.num_environments} different environments")
+    if found.elsewhere:
+        lines.append(f"compared across devices or versions: {'; '.join(found.elsewhere)}")
+    for way in found.ways:
+        num_different = found.num_different(way)
+        lines.append(f"  {way.name}: {num_rows - num_different} equal, {num_different} different")
+    for difference in found.differences[:NUM_DIFFERENCES_SHOWN]:
+        answer = difference.found if isinstance(difference.found, str) else ", ".join(difference.found)
+        recorded = ", ".join(difference.recorded)
+        lines.append(f"different: {difference.row_id} ({difference.way}): {recorded} before, {answer} now")
+    num_hidden = len(found.differences) - NUM_DIFFERENCES_SHOWN
+    if num_hidden > 0:
+        lines.append(f"and {num_hidden} more")
+    lines.append("every digest is equal" if found.is_equal else "the answers are not the same")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

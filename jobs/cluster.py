@@ -23,11 +23,11 @@ from ray.exceptions import RayError
 
 from engine import ConfigError
 from jobs.config import JobConfig
-from jobs.job_plan import plan_job, with_absolute_paths
+from jobs.job_plan import plan_job, record_job, with_absolute_paths
 from jobs.rank import EngineBuilder, RankActor, RankSpec
 from jobs.reaper import MARK, Reaper
 from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, RankReport, StopRequest
-from pipelines.manifest import DriverLock, OutputFolder, check_folder, claim_run, replace_durably, write_plan
+from pipelines.manifest import DriverLock, OutputFolder, check_folder, claim_run, write_plan
 from pipelines.plan import Plan
 from pipelines.report import read_status
 
@@ -71,8 +71,7 @@ def _drive(spec: RankSpec, plan: Plan, num_ranks: int, stopper: _Stopper) -> Out
     with DriverLock(folder):
         try:
             run = claim_run(folder)
-            # The last run's: its model may lie elsewhere than the first one's did.
-            replace_durably(folder, folder.job_file, spec.job.model_dump_json(indent=1).encode())
+            record_job(folder, spec.job)
             fleet = RayFleet(replace(spec, run=run), num_ranks)
             try:
                 driver = Driver(folder, plan, fleet, run=run)

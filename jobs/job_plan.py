@@ -1,4 +1,4 @@
-"""From a checked JobConfig to the plan that tells the job apart from every other.
+"""From a checked JobConfig to the plan that tells the job apart from every other, and the job's own record.
 
 Owns which settings change answers, and the model's fingerprint. It must not know Ray, nor what is done
 with a plan.
@@ -12,10 +12,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from engine import ConfigError
 from jobs.config import JobConfig
 from jobs.environment import SPEED_ONLY
 from jobs.rank import build_job_renderer
+from pipelines.manifest import OutputFolder, replace_durably
 from pipelines.plan import Plan, build_plan
 from pipelines.schema import build_contract
 from pipelines.source import find_input
@@ -34,6 +37,30 @@ def with_absolute_paths(job: JobConfig) -> JobConfig:
             "chat": job.chat.model_copy(
                 update={"template": None if template is None else os.path.abspath(template)}
             ),
+        }
+    )
+
+
+def record_job(folder: OutputFolder, job: JobConfig) -> None:
+    """Keep the job beside its output. The last run's stands: the model may lie elsewhere by then."""
+    replace_durably(folder, folder.job_file, job.model_dump_json(indent=1).encode())
+
+
+def read_recorded_job(folder: OutputFolder, model: str | None = None) -> JobConfig:
+    """The job that ``record_job`` kept, with its model at ``model`` if given. Raises ``ConfigError``."""
+    try:
+        job = JobConfig.model_validate_json(folder.job_file.read_bytes())
+    except (FileNotFoundError, ValidationError) as error:
+        raise ConfigError(
+            f"{str(folder.job_file)!r} does not hold the job as this version knows it: run the job once more"
+        ) from error
+    path = os.path.abspath(job.model.path if model is None else model)
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"{path!r} is not a model folder: name where the model is now with --model")
+    return job.model_copy(
+        update={
+            "model": job.model.model_copy(update={"path": path}),
+            "engine": replace(job.engine, model=path),
         }
     )
 

@@ -49,17 +49,21 @@ def build_job_renderer(job: JobConfig) -> PromptRenderer:
     )
 
 
-def build_serving(spec: RankSpec) -> Serving:
-    """Build the engine and what goes with it. The only place where the real engine is imported."""
-    config = engine_config(spec.job)
-    renderer = build_job_renderer(spec.job)
-    build_engine = spec.build_engine
+def build_rank_engine(config: EngineConfig, build_engine: EngineBuilder | None) -> Engine:
+    """One rank's engine. The only place where the real one is imported."""
     if build_engine is None:
         from engine.llm_engine import LLMEngine
 
         build_engine = LLMEngine.build
+    return build_engine(config)
+
+
+def build_serving(spec: RankSpec) -> Serving:
+    """Build the engine and what goes with it."""
+    config = engine_config(spec.job)
+    renderer = build_job_renderer(spec.job)
     return Serving(
-        engine=build_engine(config),
+        engine=build_rank_engine(config, spec.build_engine),
         renderer=renderer,
         capacity=max(1, config.max_num_seqs // sampling_params(spec.job).n),
         max_num_batched_tokens=config.max_num_batched_tokens,

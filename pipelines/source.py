@@ -224,7 +224,7 @@ class RowReader:
         else:
             found, _ = inspect_parquet(self._root, path)
         if found != self._files[path]:
-            raise ConfigError(f"input file {str(full)!r} changed while the job was running")
+            raise ConfigError(f"input file {str(full)!r} changed since the job was planned")
         if self._kind == "dataset":
             return _DatasetRows(full, self._columns)
         return _ParquetRows(full, self._columns)

@@ -42,6 +42,7 @@ def test_the_flag_set_is_pinned() -> None:
     assert {name: flags_of(parser) for name, parser in commands.choices.items()} == {
         "run": {"-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"},
         "status": {"-h", "--help", "output_dir"},
+        "verify": {"-h", "--help", "output_dir", "--rows", "--seed", "--model", "--allow-other-device"},
     }
 
 
@@ -73,7 +74,7 @@ def test_a_refused_config_is_one_sentence_and_exit_2(
 
 
 def test_exit_codes_are_in_the_help_of_every_command() -> None:
-    for arguments in (["--help"], ["run", "--help"], ["status", "--help"]):
+    for arguments in (["--help"], ["run", "--help"], ["status", "--help"], ["verify", "--help"]):
         done = run_command(*arguments)
         assert done.returncode == 0
         for code in ("0 ", "1 ", "2 ", "3 ", "75 "):
@@ -82,9 +83,11 @@ def test_exit_codes_are_in_the_help_of_every_command() -> None:
 
 def test_a_wrong_flag_and_a_folder_without_a_job_exit_with_2(tmp_path: Path) -> None:
     assert run_command("run", "--modle", "m").returncode == 2
-    done = run_command("status", str(tmp_path / "absent"))
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
+    assert run_command("verify", "out", "--rows", "0").returncode == 2
+    for command in ("status", "verify"):
+        done = run_command(command, str(tmp_path / "absent"))
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
