@@ -14,7 +14,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -26,6 +27,7 @@ from pipelines.ledger import Lease, LeaseReport
 from pipelines.manifest import OutputFolder, Tally
 from pipelines.plan import Plan
 from pipelines.schema import FinishedRow
+from pipelines.shared_prefixes import shared_prefix_ends
 from pipelines.sink import JournalWriter, publish_shard
 from pipelines.source import RowReader, Shard
 
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 _SYNC_INTERVAL_S = 1.0  # the promise is two seconds; a sync that is slow itself needs the rest
 _IDLE_WAIT_S = 0.02
 _GATHER_S = 0.02
+_LOOK_AHEAD_TOKENS = 1 << 21  # rendered prompts that wait for their turn: some 70 MB
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -59,6 +62,7 @@ class _LeaseRun:
     shard: Shard
     journal: JournalWriter
     rows: Iterator[tuple[int, pa.RecordBatch, int]]
+    ahead: deque[tuple[int, Request | RequestRejected]] = field(default_factory=deque)
     is_read: bool = False
     num_read: int = 0
     num_ok: int = 0
@@ -212,22 +216,49 @@ class RankWorker:
         del self._prompt_lengths[: -(serving.capacity + few)]
 
     def _add_next_row(self, serving: Serving, run: _LeaseRun) -> int:
-        """Read, render and add the lease's next row; its prompt tokens, 0 when it was refused."""
-        row, batch, index = next(run.rows)
-        row_id = run.shard.row_id(row)
-        # Before the row is touched: if it kills this process, its name has to be on the list.
-        run.journal.start([row])
+        """Add the lease's next row; its prompt tokens, 0 when it was refused."""
+        if not run.ahead:
+            self._look_ahead(serving, run)
+        row, request = run.ahead.popleft()
         run.num_read += 1
         run.is_read = run.num_read == run.lease.num_rows
         try:
-            request = serving.renderer.render(read_values(batch, index), row_id)
+            if isinstance(request, RequestRejected):
+                raise request
             serving.engine.add_request(request)
         except RequestRejected as rejected:
             run.finished.append(FinishedRow(row=row, error=rejected.code, error_message=rejected.message))
             return 0
-        self._in_flight[row_id] = (run, row)
+        self._in_flight[request.request_id] = (run, row)
         self._prompt_lengths.append(len(request.prompt_token_ids))
         return len(request.prompt_token_ids)
+
+    def _look_ahead(self, serving: Serving, run: _LeaseRun) -> None:
+        """Read and render the lease's next few rows together, so that each knows where it parts from others.
+
+        They are suspects from here on, so there are fewer of them than the engine runs at once, and never
+        more than one of a solo lease.
+        """
+        max_num_rows = 1 if run.lease.is_solo else max(2, serving.capacity // 2)
+        num_tokens = 0
+        for row, batch, index in islice(run.rows, max_num_rows):
+            # Before the row is touched: if it kills this process, its name has to be on the list.
+            run.journal.start([row])
+            try:
+                request = serving.renderer.render(read_values(batch, index), run.shard.row_id(row))
+            except RequestRejected as rejected:
+                run.ahead.append((row, rejected))
+                continue
+            run.ahead.append((row, request))
+            num_tokens += len(request.prompt_token_ids)
+            if num_tokens >= _LOOK_AHEAD_TOKENS:
+                break
+        rendered = [request for _, request in run.ahead if isinstance(request, Request)]
+        ends = iter(shared_prefix_ends([request.prompt_token_ids for request in rendered]))
+        run.ahead = deque(
+            (row, replace(request, prefix_ends=next(ends)) if isinstance(request, Request) else request)
+            for row, request in run.ahead
+        )
 
     def _take(self, output: RequestOutput) -> None:
         run, row = self._in_flight.pop(output.request_id)

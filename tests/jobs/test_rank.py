@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import ConfigError, EngineConfig, EngineDead, SamplingParams
+from engine import ConfigError, EngineConfig, EngineDead, Request, SamplingParams
 from jobs.worker import RankWorker, Serving
 from pipelines.driver import Orders, RankReport
 from pipelines.ledger import Lease
@@ -110,6 +110,47 @@ def test_a_solo_lease_has_one_row_in_flight(tmp_path: Path) -> None:
     rank.turn_until_idle()
     assert rank.exchange().leases[0].is_done
     assert set(rank.engine.num_running_at_steps) == {1}
+
+
+def test_rows_are_told_where_they_part_from_their_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, other = [1] * 100, [2] * 80
+    prompts: list[list[int] | None] = [
+        [*shared, 3],
+        [*other, 3],
+        None,
+        [*shared, 4],
+        [*other, 4],
+        [5] * 70,
+        [6],
+        [7],
+    ]
+    rank = Rank(tmp_path, prompts, capacity=10)
+    added: list[tuple[str, tuple[int, ...]]] = []
+    add_request = rank.engine.add_request
+
+    def note(request: Request) -> None:
+        added.append((request.request_id, request.prefix_ends))
+        add_request(request)
+
+    monkeypatch.setattr(rank.engine, "add_request", note)
+    rank.exchange(prepare=True, leases=(lease(1, (0, 8)),))
+    rank.turn_until_idle()
+    rank.exchange(publish=(0,))
+    check_answers(read_output(rank.folder.path), prompts)
+    # Five rows are looked at together; the order in which they are added is the input's.
+    ends = [(100,), (80,), (100,), (80,), (), (), ()]
+    assert added == [(f"in.parquet#{row}", end) for row, end in zip([0, 1, 3, 4, 5, 6, 7], ends, strict=True)]
+
+
+def test_a_look_ahead_is_bounded_and_never_makes_suspects_of_solo_rows(tmp_path: Path) -> None:
+    for is_solo, most in ((False, 4 + 2 + 2), (True, 1)):
+        rank = Rank(tmp_path / str(is_solo), random_prompts(random.Random(5), 30))
+        rank.exchange(prepare=True, leases=(lease(1, (0, 30), is_solo=is_solo),))
+        rank.worker.turn()
+        state = read_journal_state(rank.plan, rank.folder.journal_file(0, 1, 1))
+        assert 0 < len(state.started) <= most
 
 
 def test_a_dead_engine_ends_the_rank_and_leaves_the_suspects_named(tmp_path: Path) -> None:
