@@ -152,14 +152,21 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since the engine was built, and gauges of this moment."""
+    """Counters since the engine was built, and gauges of this moment.
+
+    Recomputed rows (after a preemption) count as prefill or decode too, replayed ones (to refill rings behind
+    a cached prefix) as neither. ``num_unfinished_tokens``: rows computed for requests that have not finished,
+    which is what would be lost with the engine.
+    """
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_cached_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_replayed_tokens: int = 0
     num_preemptions: int = 0
+    num_unfinished_tokens: int = 0
     num_waiting: int = 0
     num_running: int = 0
     num_free_blocks: int = 0

@@ -95,6 +95,15 @@ class Scheduler:
         """Sequences that own a state slot."""
         return len(self._running)
 
+    @property
+    def num_unfinished_tokens(self) -> int:
+        """Rows computed for sequences that wait or run, each counted once; cached ones are not."""
+        return sum(
+            max(0, seq.num_tokens_ever_computed - seq.num_cached_tokens)
+            for queue in (self._waiting, self._running)
+            for seq in queue
+        )
+
     def has_unfinished(self) -> bool:
         """Whether ``schedule`` would return a step."""
         return bool(self._waiting or self._running)
