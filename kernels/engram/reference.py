@@ -49,5 +49,6 @@ def engram_gate_reference(
     product = wide * q_weight.float() * k_weight.float() * wide_keys
     dot = tree_sum(product, keepdim=True) * inverse_rms(wide, eps) * inverse_rms(wide_keys, eps)
     dot = dot * streams.shape[-1] ** -0.5
-    gate = torch.sigmoid(torch.sign(dot) * torch.sqrt(dot.abs().clamp_min(1e-6)))
+    # torch.sigmoid gives the last elements of a ragged tensor other bits than the rest; exp does not.
+    gate = 1 / (1 + torch.exp(-torch.sign(dot) * torch.sqrt(dot.abs().clamp_min(1e-6))))
     return (wide + gate * value.float()[:, None]).to(streams.dtype)
