@@ -18,8 +18,8 @@ from engine import ConfigError, Engine, EngineConfig, Request, RequestRejected
 from jobs.config import JobConfig
 from jobs.environment import describe_environment, describe_versions, find_differences, settings_that_matter
 from jobs.job_plan import answer_settings, read_recorded_job
+from jobs.lease_reader import read_values
 from jobs.rank import EngineBuilder, build_job_renderer, build_rank_engine
-from jobs.worker import read_values
 from pipelines.committed_rows import CommittedRow, read_input_rows, sample_committed_rows
 from pipelines.manifest import OutputFolder, load_plan
 from pipelines.plan import Plan, describe_difference

@@ -1,6 +1,6 @@
 """A rank's step loop: leased rows in, journaled answers and assembled parts out.
 
-Owns reading rows, keeping the engine fed and what a turn does when it goes wrong. It must not know
+Owns keeping the engine fed and what a turn does when it goes wrong. It must not know
 processes, nor which rows it gets, nor what its death means: the driver decides that.
 """
 
@@ -12,22 +12,19 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-import pyarrow as pa
-
-from engine import ConfigError, Engine, EngineDead, Request, RequestOutput, RequestRejected
+from engine import ConfigError, Engine, EngineDead, RequestOutput, RequestRejected
 from jobs.environment import describe_environment
+from jobs.lease_reader import LeaseReader, Renderer
 from pipelines.driver import Orders, RankReport
 from pipelines.ledger import Lease, LeaseReport
 from pipelines.manifest import OutputFolder, Tally
 from pipelines.plan import Plan
 from pipelines.schema import FinishedRow
-from pipelines.shared_prefixes import shared_prefix_ends
 from pipelines.sink import JournalWriter, publish_shard
 from pipelines.source import RowReader, Shard
 
@@ -36,14 +33,7 @@ logger = logging.getLogger(__name__)
 _SYNC_INTERVAL_S = 1.0  # the promise is two seconds; a sync that is slow itself needs the rest
 _IDLE_WAIT_S = 0.02
 _GATHER_S = 0.02
-_LOOK_AHEAD_TOKENS = 1 << 21  # rendered prompts that wait for their turn: some 70 MB
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
-
-
-class Renderer(Protocol):
-    """What turns a row into a request."""
-
-    def render(self, row: Mapping[str, object], row_id: str) -> Request: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +51,7 @@ class _LeaseRun:
     lease: Lease
     shard: Shard
     journal: JournalWriter
-    rows: Iterator[tuple[int, pa.RecordBatch, int]]
-    ahead: deque[tuple[int, Request | RequestRejected]] = field(default_factory=deque)
+    rows: LeaseReader
     is_read: bool = False
     num_read: int = 0
     num_ok: int = 0
@@ -182,18 +171,11 @@ class RankWorker:
             lease = self._new_leases[0]
             shard = self._plan.shards[lease.shard_index]
             journal = JournalWriter(self._folder, self._plan, shard.index, self._run, lease.lease_id)
-            run = _LeaseRun(lease=lease, shard=shard, journal=journal, rows=self._read(shard, lease))
+            rows = LeaseReader(lease, shard, self._reader, journal)
+            run = _LeaseRun(lease=lease, shard=shard, journal=journal, rows=rows)
             with self._changed:
                 self._leases.append(run)
                 self._new_leases.popleft()
-
-    def _read(self, shard: Shard, lease: Lease) -> Iterator[tuple[int, pa.RecordBatch, int]]:
-        for start, stop in lease.ranges:
-            row = start
-            for batch in self._reader.read(shard.path, shard.start + start, shard.start + stop):
-                for i in range(batch.num_rows):
-                    yield row + i, batch, i
-                row += batch.num_rows
 
     def _feed(self, serving: Serving) -> None:
         """Add rows until the next step is sure to be full, and not so many that prompts pile up.
@@ -217,9 +199,8 @@ class RankWorker:
 
     def _add_next_row(self, serving: Serving, run: _LeaseRun) -> int:
         """Add the lease's next row; its prompt tokens, 0 when it was refused."""
-        if not run.ahead:
-            self._look_ahead(serving, run)
-        row, request = run.ahead.popleft()
+        # Rows rendered ahead are suspects too: fewer than the engine runs at once.
+        row, request = run.rows.take(serving.renderer, max(2, serving.capacity // 2))
         run.num_read += 1
         run.is_read = run.num_read == run.lease.num_rows
         try:
@@ -232,33 +213,6 @@ class RankWorker:
         self._in_flight[request.request_id] = (run, row)
         self._prompt_lengths.append(len(request.prompt_token_ids))
         return len(request.prompt_token_ids)
-
-    def _look_ahead(self, serving: Serving, run: _LeaseRun) -> None:
-        """Read and render the lease's next few rows together, so that each knows where it parts from others.
-
-        They are suspects from here on, so there are fewer of them than the engine runs at once, and never
-        more than one of a solo lease.
-        """
-        max_num_rows = 1 if run.lease.is_solo else max(2, serving.capacity // 2)
-        num_tokens = 0
-        for row, batch, index in islice(run.rows, max_num_rows):
-            # Before the row is touched: if it kills this process, its name has to be on the list.
-            run.journal.start([row])
-            try:
-                request = serving.renderer.render(read_values(batch, index), run.shard.row_id(row))
-            except RequestRejected as rejected:
-                run.ahead.append((row, rejected))
-                continue
-            run.ahead.append((row, request))
-            num_tokens += len(request.prompt_token_ids)
-            if num_tokens >= _LOOK_AHEAD_TOKENS:
-                break
-        rendered = [request for _, request in run.ahead if isinstance(request, Request)]
-        ends = iter(shared_prefix_ends([request.prompt_token_ids for request in rendered]))
-        run.ahead = deque(
-            (row, replace(request, prefix_ends=next(ends)) if isinstance(request, Request) else request)
-            for row, request in run.ahead
-        )
 
     def _take(self, output: RequestOutput) -> None:
         run, row = self._in_flight.pop(output.request_id)
@@ -367,14 +321,3 @@ class RankWorker:
         with self._changed:
             self._has_news = True
             self._changed.notify_all()
-
-
-def read_values(batch: pa.RecordBatch, index: int) -> dict[str, object]:
-    """One row as Python values. A text that is not UTF-8 refuses the row."""
-    values: dict[str, object] = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        try:
-            values[name] = column[index].as_py()
-        except UnicodeDecodeError as error:
-            raise RequestRejected("not_utf8", f"{name} is not UTF-8: {error}") from error
-    return values

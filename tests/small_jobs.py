@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine import Engine, EngineConfig, EngineDead, Request, RequestRejected, SamplingParams
-from jobs.worker import RankWorker, Renderer, Serving
+from jobs.lease_reader import Renderer
+from jobs.worker import RankWorker, Serving
 from pipelines.driver import Driver, Orders, RankDied, RankReport
 from pipelines.manifest import OutputFolder, check_folder, claim_run, write_plan
 from pipelines.plan import Plan, build_plan
