@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -54,10 +54,31 @@ class ChatOptions:
         return EFFORTS[effort] if isinstance(effort, str) else effort
 
 
+CHAT_COLUMNS = ("thinking", "reasoning_effort", "drop_thinking")
+"""Columns that override the job's options for their row of ``messages``."""
+
+
+def override_options(job: ChatOptions, row: Mapping[str, Any]) -> ChatOptions:
+    """The job's options with the row's own in place. Raises ``RequestRejected`` naming the column."""
+    own = {name: row[name] for name in CHAT_COLUMNS if row.get(name) is not None}
+    for name in ("thinking", "drop_thinking"):
+        if name in own and not isinstance(own[name], bool):
+            raise RequestRejected("bad_chat_option", f"column {name} must be true or false, got {own[name]!r}")
+    effort = own.get("reasoning_effort")
+    if isinstance(effort, str) and effort.isascii() and effort.isdigit():
+        own["reasoning_effort"] = int(effort)  # a column that also holds "low" holds its numbers as text
+    elif isinstance(effort, float) and effort.is_integer():
+        own["reasoning_effort"] = int(effort)  # nulls make a column of whole numbers one of floats
+    try:
+        return replace(job, **own)
+    except ValueError as error:
+        raise RequestRejected("bad_chat_option", f"column {error}") from error
+
+
 class ChatEncoder(Protocol):
     """Messages in, text out, its beginning-of-sentence token included."""
 
-    def encode(self, messages: Sequence[Message]) -> str:
+    def encode(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """Raises ``RequestRejected`` with code ``bad_messages``."""
 
 
@@ -67,43 +88,28 @@ class ReleaseEncoder:
     ``tools_prose`` is the text around declared tools, which only the release's own files hold.
     """
 
-    def __init__(self, options: ChatOptions, tools_prose: str | None = None) -> None:
-        self._options = options
+    def __init__(self, tools_prose: str | None = None) -> None:
         self._tools_prose = tools_prose
 
-    def encode(self, messages: Sequence[Message]) -> str:
+    def encode(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """The conversation as text, ending where the next reply begins."""
         turns = [_check_message(i, message) for i, message in enumerate(messages)]
         turns = _merge_user_turns(turns)
         has_tools = any(turn.tools for turn in turns)
-        keeps_thinking = not self._options.drop_thinking or has_tools
+        keeps_thinking = not options.drop_thinking or has_tools
         openers = [i for i, turn in enumerate(turns) if _opens_reply(i, turn)]
         last_opener = openers[-1] if openers else -1
         text = BOS
         for i, turn in enumerate(turns):
             is_current = keeps_thinking or i >= last_opener
-            text += self._lead(i, turn) + self._body(turn, is_current)
+            text += _lead(i, turn, options) + self._body(turn, options.thinking and is_current)
             following = turns[i + 1].role if i + 1 < len(turns) else "assistant"
             if _opens_reply(i, turn) and following in ("assistant", "latest_reminder"):
-                text += ASSISTANT + (THINK if self._options.thinking and is_current else END_THINK)
+                text += ASSISTANT + (THINK if options.thinking and is_current else END_THINK)
         return text
 
-    def _lead(self, index: int, turn: _Turn) -> str:
-        """What opens a turn; the effort line leads everything and stands in a system turn."""
-        is_thinking = self._options.thinking
-        lead = SYSTEM if turn.role == "system" or (index == 0 and is_thinking) else ""
-        if index == 0 and is_thinking:
-            scale = "(range 1-100, the higher the value, the more thorough the reasoning)"
-            lead += f"Reasoning Effort: {self._options.effort} {scale}\n\n"
-        if turn.role == "user":
-            lead += USER
-        elif turn.role == "latest_reminder":
-            lead += REMINDER
-        return lead
-
-    def _body(self, turn: _Turn, is_current: bool) -> str:
+    def _body(self, turn: _Turn, has_thinking: bool) -> str:
         if turn.role == "assistant":
-            has_thinking = self._options.thinking and is_current
             reasoning = turn.reasoning + END_THINK if has_thinking else ""
             return reasoning + turn.content + _render_calls(turn.calls) + EOS
         if turn.tools:
@@ -133,6 +139,20 @@ class _Turn:
     calls: tuple[_Call, ...] = ()
     tools: tuple[object, ...] = ()
     call_id: str | None = None
+
+
+def _lead(index: int, turn: _Turn, options: ChatOptions) -> str:
+    """What opens a turn; the effort line leads everything and stands in a system turn."""
+    is_thinking = options.thinking
+    lead = SYSTEM if turn.role == "system" or (index == 0 and is_thinking) else ""
+    if index == 0 and is_thinking:
+        scale = "(range 1-100, the higher the value, the more thorough the reasoning)"
+        lead += f"Reasoning Effort: {options.effort} {scale}\n\n"
+    if turn.role == "user":
+        lead += USER
+    elif turn.role == "latest_reminder":
+        lead += REMINDER
+    return lead
 
 
 def refuse(message: str) -> NoReturn:

@@ -21,7 +21,7 @@ from pipelines.chat import ChatOptions, Message, refuse
 class TemplateEncoder:
     """A Jinja chat template, run in a sandbox with what the usual templates expect."""
 
-    def __init__(self, source: str, options: ChatOptions, bos: str, eos: str) -> None:
+    def __init__(self, source: str, bos: str, eos: str) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -31,24 +31,22 @@ class TemplateEncoder:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
-        self._values = {
-            "bos_token": bos,
-            "eos_token": eos,
-            "add_generation_prompt": True,
-            "thinking": options.thinking,
-            "enable_thinking": options.thinking,
-            "reasoning_effort": options.reasoning_effort,
-            "drop_thinking": options.drop_thinking,
-        }
+        self._values = {"bos_token": bos, "eos_token": eos, "add_generation_prompt": True}
 
-    def encode(self, messages: Sequence[Message]) -> str:
+    def encode(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """What the template makes of the messages; what it refuses is a row's failure."""
         for i, message in enumerate(messages):
             if not isinstance(message, Mapping):
                 refuse(f"messages[{i}] must be a mapping, got {type(message).__name__}")
         present = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        chosen = {
+            "thinking": options.thinking,
+            "enable_thinking": options.thinking,
+            "reasoning_effort": options.reasoning_effort,
+            "drop_thinking": options.drop_thinking,
+        }
         try:
-            return self._template.render(messages=present, **self._values)
+            return self._template.render(messages=present, **self._values, **chosen)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             refuse(f"the chat template refused the messages: {error}")
 

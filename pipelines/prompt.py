@@ -16,7 +16,17 @@ from tokenizers import Tokenizer
 
 from engine import ConfigError, Request, RequestRejected, SamplingParams
 from engine.api import SAMPLING_FIELDS
-from pipelines.chat import BOS, EOS, ChatEncoder, ChatOptions, ReleaseEncoder, read_tools_prose
+from pipelines.chat import (
+    ASSISTANT,
+    BOS,
+    EOS,
+    USER,
+    ChatEncoder,
+    ChatOptions,
+    ReleaseEncoder,
+    override_options,
+    read_tools_prose,
+)
 from pipelines.chat_template import TemplateEncoder, find_template, read_template
 
 PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
@@ -35,15 +45,17 @@ class PromptRenderer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        chat: ChatEncoder,
+        chat: ChatEncoder | None,
         sampling: SamplingParams,
         *,
+        options: ChatOptions,
         vocab_size: int,
         max_model_len: int,
         bos_token_id: int | None,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat = chat
+        self._options = options
         self._sampling = sampling
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -53,13 +65,14 @@ class PromptRenderer:
         """Turn a row into the engine's request. Raises ``RequestRejected`` for a row that is no prompt.
 
         ``row`` maps column names to Python values and holds one prompt column; a column named like a
-        sampling parameter overrides the job's value where it is not null; other columns are ignored.
+        sampling parameter, or with ``messages`` like a chat option, overrides the job's value where it is
+        not null; other columns are ignored.
         """
         present = [column for column in PROMPT_COLUMNS if column in row]
         if len(present) != 1:
             raise ValueError(f"a row needs exactly one of {', '.join(PROMPT_COLUMNS)}, got {present}")
         (column,) = present
-        token_ids = self._token_ids(column, row[column])
+        token_ids = self._token_ids(column, row)
         if not token_ids:
             raise RequestRejected("empty_prompt", f"{column} has no tokens")
         if len(token_ids) >= self._max_model_len:
@@ -71,7 +84,16 @@ class PromptRenderer:
         sampling = override_sampling(self._sampling, row)
         return Request(request_id=row_id, prompt_token_ids=token_ids, sampling=sampling)
 
-    def _token_ids(self, column: str, value: object) -> list[int]:
+    def check_column(self, column: str) -> None:
+        """Refuse with ``ConfigError`` a prompt column that this model folder and job cannot encode."""
+        if column == "messages" and self._chat is None:
+            raise ConfigError(
+                "the input has messages, but the model folder has no chat template and its tokenizer lacks "
+                "the special tokens of the release's encoding: name a Jinja file with chat.template"
+            )
+
+    def _token_ids(self, column: str, row: Mapping[str, object]) -> list[int]:
+        value = row[column]
         if value is None:
             raise RequestRejected("null_prompt", f"{column} is null")
         if column == "prompt":
@@ -81,7 +103,10 @@ class PromptRenderer:
         if not value:
             raise RequestRejected("empty_prompt", f"{column} is an empty list")
         if column == "messages":
-            return self._encode(_check_utf8(self._chat.encode(value)), has_bos=True)
+            self.check_column(column)
+            assert self._chat is not None
+            text = self._chat.encode(value, override_options(self._options, row))
+            return self._encode(_check_utf8(text), has_bos=True)
         for token_id in value:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                 raise RequestRejected(
@@ -174,27 +199,31 @@ def build_renderer(
     bos_token_id = config.get("bos_token_id", text_config.get("bos_token_id"))
     return PromptRenderer(
         tokenizer,
-        _build_chat_encoder(folder, chat, template, config, tokenizer),
+        _try_build_chat_encoder(folder, template, config, tokenizer),
         sampling,
+        options=chat,
         vocab_size=vocab_size,
         max_model_len=min(max_model_len or longest, longest),
         bos_token_id=bos_token_id,
     )
 
 
-def _build_chat_encoder(
-    folder: Path, options: ChatOptions, template: str | None, config: Mapping[str, Any], tokenizer: Tokenizer
-) -> ChatEncoder:
-    """The job's template if given, else the model folder's, else the release's own encoding."""
+def _try_build_chat_encoder(
+    folder: Path, template: str | None, config: Mapping[str, Any], tokenizer: Tokenizer
+) -> ChatEncoder | None:
+    """The job's template if given, else the model folder's, else the release's encoding, else none."""
     source = read_template(Path(template)) if template is not None else find_template(folder)
     if source is None:
-        return ReleaseEncoder(options, read_tools_prose(folder))
+        # The release's turns are told apart by tokens of their own; spelt out in letters they mean nothing.
+        if any(tokenizer.token_to_id(token) is None for token in (USER, ASSISTANT)):
+            return None
+        return ReleaseEncoder(read_tools_prose(folder))
     special = []
     for key, default in (("bos_token_id", BOS), ("eos_token_id", EOS)):
         token_id = config.get(key)
         token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) else None
         special.append(default if token is None else token)
-    return TemplateEncoder(source, options, *special)
+    return TemplateEncoder(source, *special)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

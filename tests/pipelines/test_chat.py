@@ -21,7 +21,7 @@ CALLS = [
 
 def encode(messages: list[Any], prose: str | None = None, **options: Any) -> str:
     options.setdefault("thinking", False)
-    return ReleaseEncoder(ChatOptions(**options), prose).encode(messages)
+    return ReleaseEncoder(prose).encode(messages, ChatOptions(**options))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -33,7 +33,7 @@ def test_published_cases(case: dict[str, Any]) -> None:
 
 def test_thinking_with_high_effort_is_the_default() -> None:
     assert ChatOptions() == ChatOptions(thinking=True, reasoning_effort="high", drop_thinking=True)
-    assert "Reasoning Effort: 75 " in ReleaseEncoder(ChatOptions()).encode([USER])
+    assert "Reasoning Effort: 75 " in ReleaseEncoder().encode([USER], ChatOptions())
 
 
 def test_reasoning_is_kept_when_asked() -> None:
@@ -143,11 +143,11 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}
 
 
 def template_encoder(source: str) -> TemplateEncoder:
-    return TemplateEncoder(source, ChatOptions(), "<s>", "</s>")
+    return TemplateEncoder(source, "<s>", "</s>")
 
 
 def test_a_template_replaces_the_encoding() -> None:
-    assert template_encoder(TEMPLATE).encode([USER, USER]) == "<s>[user]Hi[user]Hi<think>"
+    assert template_encoder(TEMPLATE).encode([USER, USER], ChatOptions()) == "<s>[user]Hi[user]Hi<think>"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_template_replaces_the_encoding() -> None:
 )
 def test_what_a_template_refuses_is_one_row(source: str, message: dict[str, Any]) -> None:
     with pytest.raises(RequestRejected, match="chat template refused") as caught:
-        template_encoder(source).encode([message])
+        template_encoder(source).encode([message], ChatOptions())
     assert caught.value.code == "bad_messages"
 
 

@@ -17,7 +17,7 @@ from pipelines.prompt import PromptRenderer, build_renderer
 
 BARD = Path(__file__).resolve().parents[2] / "examples" / "bard" / "model"
 TOKENIZER = Tokenizer.from_file(str(BARD / "tokenizer.json"))
-BOS, USER, ASSISTANT, END_THINK = 0, 5, 6, 8
+BOS, USER, ASSISTANT, THINK, END_THINK = 0, 5, 6, 7, 8
 JOB = SamplingParams(temperature=0.5, top_k=7, stop=("x",), seed=3)
 
 
@@ -66,6 +66,42 @@ def test_a_bos_that_the_tokenizer_adds_is_not_doubled(model_copy: Path) -> None:
 def test_messages_become_the_chat_form() -> None:
     request = RENDERER.render({"messages": [{"role": "user", "content": "To be"}]}, "r")
     assert request.prompt_token_ids == [BOS, USER, *TOKENIZER.encode("To be").ids, ASSISTANT, END_THINK]
+
+
+def test_columns_override_the_chat_options() -> None:
+    messages = [{"role": "user", "content": "To be"}]
+    plain = RENDERER.render({"messages": messages, "thinking": None}, "r").prompt_token_ids
+    row = {"messages": messages, "thinking": True, "reasoning_effort": "41", "drop_thinking": False}
+    thinking = RENDERER.render(row, "r").prompt_token_ids
+    assert (plain[-1], thinking[-1]) == (END_THINK, THINK)
+    text = TOKENIZER.decode(thinking, skip_special_tokens=False)
+    assert "Reasoning Effort: 41 " in text
+    low = RENDERER.render({**row, "reasoning_effort": "low"}, "r").prompt_token_ids
+    assert "Reasoning Effort: 50 " in TOKENIZER.decode(low, skip_special_tokens=False)
+    # Only messages have such options: beside a text these columns are the user's own.
+    assert RENDERER.render({"prompt": "x", "thinking": "deep"}, "r") == RENDERER.render({"prompt": "x"}, "r")
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("thinking", "yes"), ("drop_thinking", 1), ("reasoning_effort", "medium")]
+)
+def test_a_bad_chat_option_names_its_column(column: str, value: object) -> None:
+    error = rejection({"messages": [{"role": "user", "content": "x"}], column: value})
+    assert error.code == "bad_chat_option"
+    assert f"column {column}" in error.message
+    assert repr(value) in error.message
+
+
+def test_messages_without_a_template_or_the_releases_tokens_are_refused(model_copy: Path) -> None:
+    RENDERER.check_column("messages")
+    text = (model_copy / "tokenizer.json").read_text(encoding="utf-8")
+    (model_copy / "tokenizer.json").write_text(text.replace("<｜User｜>", "<|other|>"), encoding="utf-8")
+    renderer = build(model_copy)
+    renderer.check_column("prompt")
+    with pytest.raises(ConfigError, match=r"chat\.template"):
+        renderer.check_column("messages")
+    (model_copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    build(model_copy).check_column("messages")
 
 
 def test_token_ids_are_taken_as_they_are() -> None:
