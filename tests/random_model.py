@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -165,6 +165,7 @@ def write_tokenizer(path: Path, vocab_size: int) -> None:
     vocab = {token_text(i): i for i in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=token_text(0)))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path))
 
 

@@ -1,0 +1,175 @@
+"""Loading a checkpoint: every tensor is used, ignored for a reason, or stops the load by name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.llm_engine import LLMEngine
+from engine.loader import WeightReader
+from tests.engine.golden_harness import load_model
+from tests.random_model import RandomModel, write_model, write_tokenizer
+
+SMALL = RandomModel(
+    text={
+        "num_hidden_layers": 2,
+        "compress_ratios": [2, 1],
+        "kv_source_layer_ids": [0, 1],
+        "index_source_layer_ids": [0, 1],
+        "candidate_source_layer_id": 1,
+        "engram_layer_ids": [1],
+        "n_routed_experts": 2,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("plain"), SMALL)
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("quantised"), SMALL, is_quantised=True)
+
+
+def changed(folder: Path, target: Path, changes: dict[str, Tensor | None]) -> Path:
+    """A copy of a model folder with some tensors replaced, added, or (None) left out."""
+    target.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(folder / name, target / name)
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, target / "model.safetensors")
+    return target
+
+
+def build(folder: Path) -> LLMEngine:
+    return LLMEngine.build(EngineConfig(model=str(folder), device="cpu"))
+
+
+def test_both_layouts_load(plain: Path, quantised: Path) -> None:
+    assert build(plain).resolved.activation_quantisation == "none"
+    assert build(quantised).resolved.activation_quantisation == "release"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("head.weight", [96, 64]),
+        ("layers.0.attn.attn_sink", [4]),
+        ("layers.0.attn.compressor.wgate.weight", [32, 64]),
+        ("layers.1.ffn.experts.1.w2.weight", [64, 32]),
+        ("layers.1.engram.embed.weight", [420, 32]),
+        ("layers.1.ffn.gate.bias_vl", [2]),
+        ("layers.1.hc_ffn_scale", [3]),
+    ],
+)
+def test_a_missing_tensor_is_named_with_its_shape(plain: Path, tmp_path: Path, name: str, shape: list[int]) -> None:
+    with pytest.raises(ConfigError, match=f"tensor {name} is missing") as refused:
+        build(changed(plain, tmp_path / "m", {name: None}))
+    assert str(shape) in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["layers.0.attn.wq_a.scale", "layers.1.ffn.experts.0.w1.scale"])
+def test_a_missing_scale_stops_the_load(quantised: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=name.removesuffix(".scale")):
+        build(changed(quantised, tmp_path / "m", {name: None}))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("embed.weight", (96, 32), "[96, 64]"),
+        ("layers.0.attn.wq_b.weight", (128, 64), "[128, 32]"),
+        ("layers.1.attn.indexer.k_norm.weight", (64,), "[32]"),
+        ("layers.0.hc_attn_fn", (24, 128), "[24, 256]"),
+    ],
+)
+def test_a_wrong_shape_is_named_with_both(
+    plain: Path, tmp_path: Path, name: str, shape: tuple[int, ...], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=name) as refused:
+        build(changed(plain, tmp_path / "m", {name: torch.zeros(shape)}))
+    assert f"has shape {list(shape)}, expected {expected}" in str(refused.value)
+
+
+def test_a_wrong_scale_shape_is_named_with_both(quantised: Path, tmp_path: Path) -> None:
+    name = "layers.0.ffn.experts.0.w2.scale"
+    wrong = torch.zeros(64, 2, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    with pytest.raises(ConfigError, match=name) as refused:
+        build(changed(quantised, tmp_path / "m", {name: wrong}))
+    assert "has shape [64, 2], expected [64, 1]" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["layers.2.attn_norm.weight", "layers.1.attn.compressor.wgate.weight", "lm_head.weight"])
+def test_an_unexpected_tensor_stops_the_load(plain: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"tensor {name} in the checkpoint is not part of this model"):
+        build(changed(plain, tmp_path / "m", {name: torch.zeros(4)}))
+
+
+def test_unexpected_tensors_are_counted(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor a and 1 more"):
+        build(changed(plain, tmp_path / "m", {"a": torch.zeros(1), "b": torch.zeros(1)}))
+
+
+def test_draft_and_vision_tensors_are_ignored(plain: Path, tmp_path: Path) -> None:
+    extra = ("mtp.0.main_proj.weight", "vision.blocks.0.w", "aligner.w", "image_start", "image_newline")
+    build(changed(plain, tmp_path / "m", {name: torch.zeros(3) for name in extra}))
+
+
+def test_a_plain_weight_of_the_wrong_type_is_refused(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tensor norm\.weight is stored as torch\.int8"):
+        build(changed(plain, tmp_path / "m", {"norm.weight": torch.zeros(64, dtype=torch.int8)}))
+
+
+def test_a_tensor_in_two_files_is_refused(plain: Path, tmp_path: Path) -> None:
+    folder = changed(plain, tmp_path / "m", {})
+    save_file({"norm.weight": torch.ones(64)}, folder / "more.safetensors")
+    with pytest.raises(ConfigError, match=r"tensor norm\.weight is in two files"):
+        build(folder)
+
+
+def test_a_checkpoint_may_have_many_files(plain: Path, tmp_path: Path) -> None:
+    folder = changed(plain, tmp_path / "m", {})
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    for part in range(3):
+        save_file({name: tensors[name] for name in names[part::3]}, folder / f"model-{part}.safetensors")
+    (folder / "model.safetensors").unlink()
+    whole, cut = load_model(plain), load_model(folder)
+    assert torch.equal(whole.model._embed, cut.model._embed)
+
+
+def test_a_folder_without_or_with_broken_weights_is_refused(plain: Path, tmp_path: Path) -> None:
+    folder = changed(plain, tmp_path / "m", {})
+    (folder / "model.safetensors").write_bytes(b"no such format")
+    with pytest.raises(ConfigError, match="no readable safetensors file"):
+        build(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has no \*\.safetensors file"):
+        build(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        build(folder)
+
+
+def test_a_tokenizer_of_another_size_is_refused(plain: Path, tmp_path: Path) -> None:
+    folder = changed(plain, tmp_path / "m", {})
+    write_tokenizer(folder / "tokenizer.json", 90)
+    with pytest.raises(ConfigError, match="90 token classes, engram_compressed_vocab_size is 96"):
+        build(folder)
+
+
+def test_quantised_weights_are_read_exactly(quantised: Path) -> None:
+    """Both packed layouts against the bf16 layout of the same numbers."""
+    packed = WeightReader(quantised, dtype=torch.float32, device=torch.device("cpu"))
+    exact = load_file(quantised / "dequantised" / "model.safetensors")
+    for name, out, inner in (("layers.0.attn.wo_a", 64, 64), ("layers.1.ffn.experts.1.w3", 32, 64)):
+        assert torch.equal(packed.linear(name, out, inner), exact[f"{name}.weight"].float())
