@@ -15,15 +15,13 @@ import pyarrow as pa
 
 from engine.api import SAMPLING_FIELDS, Completion, RequestOutput
 from engine.errors import ConfigError
+from pipelines.chat import CHAT_COLUMNS
+from pipelines.column_types import STRING, check_writable, unify_files
+from pipelines.openai_batch import REQUEST_COLUMNS
 from pipelines.prompt import PROMPT_COLUMNS
 
 STATUS_OK = "ok"
 STATUS_ERROR = "error"
-
-# One string type for every output column, whatever flavour the input files use: Parquet stores them
-# alike, and 64-bit offsets cannot overflow when slices are put together.
-STRING = pa.large_string()
-_BINARY = pa.large_binary()
 
 ROW = "row"
 """The journal's key: the row's number in its shard."""
@@ -34,10 +32,16 @@ NUM_PREEMPTIONS = "num_preemptions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRow:
-    """What became of one row: an answer, or an error code and its message."""
+    """What became of one row: an answer, or an error code and its message.
+
+    ``prompt_token_ids`` and ``reasoning`` (one a sample) are for the columns of those names, where a
+    job has them; the texts of ``output`` are then without the reasoning.
+    """
 
     row: int
     output: RequestOutput | None = None
+    prompt_token_ids: Sequence[int] | None = None
+    reasoning: tuple[str | None, ...] | None = None
     error: str | None = None
     error_message: str | None = None
 
@@ -65,7 +69,7 @@ class ColumnContract:
         """The schema of every part."""
         ours = [pa.field("row_id", STRING), *self.answered]
         renamed = [pa.field(self.prefix + field.name, field.type) for field in ours]
-        return pa.schema([*self.passed, *renamed])
+        return pa.schema([*self.passed, *renamed], self.passed.metadata)
 
     @property
     def journal(self) -> pa.Schema:
@@ -83,19 +87,58 @@ class ColumnContract:
 
     def to_json(self) -> str:
         """A text that tells apart any two contracts, for the plan's fingerprint."""
-        names_and_types = [[field.name, str(field.type)] for field in self.output]
-        return json.dumps([names_and_types, self.prompt_column, list(self.render_columns)])
+        columns = self.output.to_string(truncate_metadata=False, show_field_metadata=True)
+        return json.dumps([columns, self.prompt_column, list(self.render_columns)])
 
 
 def build_contract(
-    files: Sequence[tuple[str, pa.Schema]], *, prefix: str, num_samples: int, has_logprobs: bool
+    files: Sequence[tuple[str, pa.Schema]],
+    *,
+    prefix: str,
+    num_samples: int,
+    has_logprobs: bool,
+    has_reasoning: bool = False,
+    has_prompt_token_ids: bool = False,
+    columns: Sequence[str] | None = None,
+    fill_missing: bool = False,
+    is_requests: bool = False,
 ) -> ColumnContract:
     """Decide the job's columns from every input file's name and schema.
 
-    Raises ``ConfigError`` for no or several prompt columns, files that disagree, and name clashes.
+    ``columns`` are those that pass through (None: all). ``fill_missing`` puts nulls where a file lacks a
+    column. ``is_requests`` says that rows are API requests, each with any parameters. Raises
+    ``ConfigError`` for no or several prompt columns, files that disagree, and name clashes.
     """
-    passed = _unify_files(files)
-    names = passed.names
+    found = unify_files(files, fill_missing=fill_missing)
+    names = found.names
+    prompt_column, render_columns = ("body", REQUEST_COLUMNS) if is_requests else _find_prompt(names)
+    is_list = num_samples > 1 or "n" in names or is_requests
+    answered = _answered(
+        is_list,
+        has_logprobs=has_logprobs or "logprobs" in names or is_requests,
+        has_reasoning=has_reasoning,
+        has_prompt_token_ids=has_prompt_token_ids,
+    )
+    passed = _choose(found, columns)
+    check_writable(passed)
+    clashes = set(passed.names) & {prefix + ours for ours in ["row_id", *answered.names]}
+    if clashes:
+        raise ConfigError(
+            f"input column {min(clashes)!r} has the name of an output column; set output.prefix to keep "
+            "both, or leave it out with output.columns"
+        )
+    return ColumnContract(
+        passed=passed,
+        answered=answered,
+        prefix=prefix,
+        prompt_column=prompt_column,
+        render_columns=render_columns,
+        is_list=is_list,
+    )
+
+
+def _find_prompt(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The prompt column, and all columns that say how its rows are answered."""
     prompts = [name for name in PROMPT_COLUMNS if name in names]
     if not prompts:
         raise ConfigError(
@@ -106,25 +149,24 @@ def build_contract(
         raise ConfigError(
             f"the input has {' and '.join(map(repr, prompts))}: it must have exactly one of them"
         )
-    is_list = num_samples > 1 or "n" in names
-    answered = _answered(is_list, has_logprobs or "logprobs" in names)
-    clashes = [name for name in names if name in {prefix + ours for ours in ["row_id", *answered.names]}]
-    if clashes:
+    overrides = (*SAMPLING_FIELDS, *CHAT_COLUMNS) if prompts[0] == "messages" else SAMPLING_FIELDS
+    return prompts[0], (prompts[0], *(name for name in overrides if name in names))
+
+
+def _choose(found: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    if columns is None:
+        return found
+    unknown = [name for name in columns if name not in found.names]
+    if unknown:
         raise ConfigError(
-            f"input column {clashes[0]!r} has the name of an output column; set output.prefix to keep both"
+            f"output.columns names {unknown[0]!r}, which the input lacks: it has {', '.join(found.names)}"
         )
-    optional = [name for name in SAMPLING_FIELDS if name in names]
-    return ColumnContract(
-        passed=passed,
-        answered=answered,
-        prefix=prefix,
-        prompt_column=prompts[0],
-        render_columns=(prompts[0], *optional),
-        is_list=is_list,
-    )
+    return pa.schema([field for field in found if field.name in columns], found.metadata)
 
 
-def _answered(is_list: bool, has_logprobs: bool) -> pa.Schema:
+def _answered(
+    is_list: bool, *, has_logprobs: bool, has_reasoning: bool, has_prompt_token_ids: bool
+) -> pa.Schema:
     def per_sample(type_: pa.DataType) -> pa.DataType:
         return pa.list_(type_) if is_list else type_
 
@@ -140,6 +182,10 @@ def _answered(is_list: bool, has_logprobs: bool) -> pa.Schema:
         pa.field("num_cached_tokens", pa.int32()),
         pa.field("output_digest", per_sample(STRING)),
     ]
+    if has_reasoning:
+        fields.insert(0, pa.field("reasoning", per_sample(STRING)))
+    if has_prompt_token_ids:
+        fields.append(pa.field("prompt_token_ids", pa.list_(pa.int32())))
     if has_logprobs:
         top = pa.struct([pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())])
         fields.append(pa.field("logprobs", per_sample(pa.list_(pa.float32()))))
@@ -164,6 +210,12 @@ def _of_output(value_of: Callable[[RequestOutput], Any]) -> _Value:
     return lambda row, is_list: None if row.output is None else value_of(row.output)
 
 
+def _reasoning(row: FinishedRow, is_list: bool) -> Any:
+    if row.reasoning is None:
+        return None
+    return list(row.reasoning) if is_list else row.reasoning[0]
+
+
 def _logprobs(completion: Completion) -> list[float] | None:
     return None if completion.top_logprobs is None else list(completion.logprobs)
 
@@ -180,6 +232,7 @@ def _top_logprobs(completion: Completion) -> list[list[dict[str, Any]]] | None:
 _VALUES: dict[str, _Value] = {
     ROW: lambda row, is_list: row.row,
     NUM_PREEMPTIONS: _of_output(lambda o: o.num_preemptions),
+    "reasoning": _reasoning,
     "completion": _of_samples(lambda c: c.text),
     "completion_token_ids": _of_samples(lambda c: list(c.token_ids)),
     "finish_reason": _of_samples(lambda c: c.finish_reason.value),
@@ -190,84 +243,7 @@ _VALUES: dict[str, _Value] = {
     "num_completion_tokens": _of_samples(lambda c: len(c.token_ids)),
     "num_cached_tokens": _of_output(lambda o: o.num_cached_tokens),
     "output_digest": _of_samples(lambda c: c.output_digest),
+    "prompt_token_ids": lambda row, is_list: row.prompt_token_ids,
     "logprobs": _of_samples(_logprobs),
     "top_logprobs": _of_samples(_top_logprobs),
 }
-
-
-def _unify_files(files: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
-    first_name, first = files[0]
-    for name, schema in files:
-        repeated = [column for column in schema.names if schema.names.count(column) > 1]
-        if repeated:
-            raise ConfigError(f"input file {name!r} has two columns named {repeated[0]!r}")
-    types = {field.name: _plain(field.type) for field in first}
-    for name, schema in files[1:]:
-        missing = sorted(types.keys() - set(schema.names))
-        extra = sorted(set(schema.names) - types.keys())
-        if missing:
-            raise ConfigError(f"input file {name!r} lacks column {missing[0]!r}, which {first_name!r} has")
-        if extra:
-            raise ConfigError(f"input file {name!r} has column {extra[0]!r}, which {first_name!r} lacks")
-        for field in schema:
-            unified = _unify(types[field.name], _plain(field.type))
-            if unified is None:
-                raise ConfigError(
-                    f"column {field.name!r} is {field.type} in input file {name!r} "
-                    f"but {types[field.name]} before it: one type is needed"
-                )
-            types[field.name] = unified
-    return pa.schema([pa.field(name, type_) for name, type_ in types.items()])
-
-
-def _plain(type_: pa.DataType) -> pa.DataType:
-    """``type_`` with every string or binary flavour inside it made the one we write."""
-    t = pa.types
-    if t.is_string(type_) or t.is_large_string(type_) or t.is_string_view(type_):
-        return STRING
-    if t.is_binary(type_) or t.is_large_binary(type_) or t.is_binary_view(type_):
-        return _BINARY
-    if t.is_dictionary(type_):
-        plain = _plain(type_.value_type)
-        return plain if plain in (STRING, _BINARY) else type_
-    if t.is_large_list(type_) or t.is_large_list_view(type_):
-        return pa.large_list(_plain(type_.value_type))
-    if t.is_list(type_) or t.is_list_view(type_):
-        return pa.list_(_plain(type_.value_type))
-    if t.is_fixed_size_list(type_):
-        return pa.list_(_plain(type_.value_type), type_.list_size)
-    if t.is_map(type_):
-        return pa.map_(_plain(type_.key_type), _plain(type_.item_type))
-    if t.is_struct(type_):
-        return pa.struct([pa.field(f.name, _plain(f.type), f.nullable) for f in type_])
-    return type_
-
-
-def _unify(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    """The type that holds the values of both, both already plain; None when there is none."""
-    t = pa.types
-    if a.equals(b) or t.is_null(b):
-        return a
-    if t.is_null(a):
-        return b
-    if (t.is_list(a) or t.is_large_list(a)) and (t.is_list(b) or t.is_large_list(b)):
-        inner = _unify(a.value_type, b.value_type)
-        is_large = t.is_large_list(a) or t.is_large_list(b)
-        return None if inner is None else (pa.large_list(inner) if is_large else pa.list_(inner))
-    if t.is_struct(a) and t.is_struct(b) and [f.name for f in a] == [f.name for f in b]:
-        pairs = [(x.name, _unify(x.type, y.type)) for x, y in zip(a, b, strict=True)]
-        return None if any(u is None for _, u in pairs) else pa.struct(pairs)
-    if (t.is_integer(a) or t.is_floating(a)) and (t.is_integer(b) or t.is_floating(b)):
-        return _wider_number(a, b)
-    return None
-
-
-def _wider_number(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    t = pa.types
-    if t.is_integer(a) != t.is_integer(b):
-        # Whole numbers beyond 2**53 would change when made floating.
-        return pa.float64() if (a if t.is_integer(a) else b).bit_width <= 32 else None
-    if pa.uint64() in (a, b) and (t.is_signed_integer(a) or t.is_signed_integer(b)):
-        return None
-    unified = pa.unify_schemas([pa.schema([("x", a)]), pa.schema([("x", b)])], promote_options="permissive")
-    return unified.field("x").type
