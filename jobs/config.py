@@ -55,18 +55,29 @@ class ChatSection(_Section):
 
 
 class OutputSection(_Section):
-    """``prefix`` goes before the names of the columns we add. ``max_error_rate`` 1.0 never fails a job."""
+    """``prefix`` goes before the names of the columns we add.
+
+    ``max_error_rate`` is judged when every shard is committed, 1.0 never fails a job; more than
+    ``max_errors`` error rows stop it at once. ``split_reasoning`` and ``prompt_token_ids`` add columns.
+    """
 
     path: str = Field(min_length=1)
     prefix: str = ""
     max_error_rate: float = Field(default=0.05, ge=0.0, le=1.0)
+    max_errors: int | None = Field(default=None, ge=0)
+    split_reasoning: bool = False
+    prompt_token_ids: bool = False
 
 
 class ClusterSection(_Section):
-    """``num_ranks`` 0: one a GPU, or one CPU rank. ``address`` None: RAY_ADDRESS, else a Ray of our own."""
+    """``num_ranks`` 0: one a GPU, or one CPU rank. ``address`` None: RAY_ADDRESS, else a Ray of our own.
+
+    A rank whose step loop stands still for ``stall_timeout_s`` is ended and replaced.
+    """
 
     num_ranks: int = Field(default=0, ge=0)
     address: str | None = None
+    stall_timeout_s: float = Field(default=900.0, gt=0.0)
 
 
 class JobConfig(_Section):

@@ -69,14 +69,19 @@ def plan_job(job: JobConfig) -> Plan:
     """The job's plan, from its inputs as they are. Raises ``ConfigError``; writes nothing."""
     if not (Path(job.model.path) / "config.json").is_file():
         raise ConfigError(f"model.path {job.model.path!r} is not a model folder: it has no config.json")
-    build_job_renderer(job)
+    renderer = build_job_renderer(job)
     found = find_input(job.input.path, exclude=job.output.path)
     contract = build_contract(
         [(file.path, schema) for file, schema in zip(found.files, found.schemas, strict=True)],
         prefix=job.output.prefix,
         num_samples=job.sampling.n,
         has_logprobs=job.sampling.logprobs is not None,
+        has_reasoning=job.output.split_reasoning,
+        has_prompt_token_ids=job.output.prompt_token_ids,
     )
+    renderer.check_column(contract.prompt_column)
+    if job.output.split_reasoning:
+        renderer.build_splitter()
     return build_plan(found, contract, rows_per_shard=job.input.rows_per_shard, settings=answer_settings(job))
 
 
@@ -90,7 +95,8 @@ def answer_settings(job: JobConfig) -> dict[str, Any]:
     settings |= {
         f"engine.{name}": value for name, value in asdict(job.engine).items() if name not in SPEED_ONLY
     }
-    settings["output.prefix"] = job.output.prefix
+    for name in ("prefix", "split_reasoning", "prompt_token_ids"):
+        settings[f"output.{name}"] = getattr(job.output, name)
     return settings
 
 

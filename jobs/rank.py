@@ -67,6 +67,7 @@ def build_serving(spec: RankSpec) -> Serving:
         renderer=renderer,
         capacity=max(1, config.max_num_seqs // sampling_params(spec.job).n),
         max_num_batched_tokens=config.max_num_batched_tokens,
+        splitter=renderer.build_splitter() if spec.job.output.split_reasoning else None,
     )
 
 

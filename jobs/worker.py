@@ -17,13 +17,14 @@ from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine import ConfigError, Engine, EngineDead, RequestOutput, RequestRejected
+from engine import ConfigError, Engine, EngineDead, Request, RequestOutput, RequestRejected
 from jobs.environment import describe_environment
 from jobs.lease_reader import LeaseReader, Renderer
 from pipelines.driver import Orders, RankReport
 from pipelines.ledger import Lease, LeaseReport
 from pipelines.manifest import OutputFolder, Tally
 from pipelines.plan import Plan
+from pipelines.reasoning import ReasoningSplitter, split_output
 from pipelines.schema import FinishedRow
 from pipelines.sink import JournalWriter, publish_shard
 from pipelines.source import RowReader, Shard
@@ -33,17 +34,21 @@ logger = logging.getLogger(__name__)
 _SYNC_INTERVAL_S = 1.0  # the promise is two seconds; a sync that is slow itself needs the rest
 _IDLE_WAIT_S = 0.02
 _GATHER_S = 0.02
-_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """An engine that is ready, and how much it takes: rows at once, prompt tokens in a step."""
+    """An engine that is ready, and how much it takes: rows at once, prompt tokens in a step.
+
+    ``splitter`` is there when reasoning has a column of its own.
+    """
 
     engine: Engine
     renderer: Renderer
     capacity: int
     max_num_batched_tokens: int
+    splitter: ReasoningSplitter | None = None
 
 
 @dataclass(slots=True)
@@ -90,7 +95,7 @@ class RankWorker:
         self._serving: Serving | None = None
         self._new_leases: deque[Lease] = deque()
         self._leases: deque[_LeaseRun] = deque()
-        self._in_flight: dict[str, tuple[_LeaseRun, int]] = {}
+        self._in_flight: dict[str, tuple[_LeaseRun, int, Request]] = {}
         self._prompt_lengths: list[int] = []
         self._published: list[tuple[int, Tally]] = []
         self._must_prepare = self._is_draining = self._is_stopped = self._has_news = False
@@ -158,7 +163,7 @@ class RankWorker:
         has_work = self._serving.engine.has_unfinished()
         if has_work:
             for output in self._serving.engine.step():
-                self._take(output)
+                self._take(self._serving, output)
             self._journal()
         if time.monotonic() - self._synced_at > _SYNC_INTERVAL_S:
             self._synced_at = time.monotonic()
@@ -210,13 +215,18 @@ class RankWorker:
         except RequestRejected as rejected:
             run.finished.append(FinishedRow(row=row, error=rejected.code, error_message=rejected.message))
             return 0
-        self._in_flight[request.request_id] = (run, row)
+        self._in_flight[request.request_id] = (run, row, request)
         self._prompt_lengths.append(len(request.prompt_token_ids))
         return len(request.prompt_token_ids)
 
-    def _take(self, output: RequestOutput) -> None:
-        run, row = self._in_flight.pop(output.request_id)
-        run.finished.append(FinishedRow(row=row, output=output))
+    def _take(self, serving: Serving, output: RequestOutput) -> None:
+        run, row, request = self._in_flight.pop(output.request_id)
+        prompt_token_ids, reasoning = request.prompt_token_ids, None
+        if serving.splitter is not None:
+            output, reasoning = split_output(serving.splitter, prompt_token_ids, output)
+        run.finished.append(
+            FinishedRow(row=row, output=output, prompt_token_ids=prompt_token_ids, reasoning=reasoning)
+        )
         self._num_prompt_tokens += output.num_prompt_tokens
         self._num_cached_tokens += output.num_cached_tokens
         self._num_completion_tokens += sum(len(completion.token_ids) for completion in output.completions)

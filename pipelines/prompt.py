@@ -28,6 +28,7 @@ from pipelines.chat import (
     read_tools_prose,
 )
 from pipelines.chat_template import TemplateEncoder, find_template, read_template
+from pipelines.reasoning import ReasoningSplitter
 
 PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
 """A dataset has exactly one of them."""
@@ -91,6 +92,10 @@ class PromptRenderer:
                 "the input has messages, but the model folder has no chat template and its tokenizer lacks "
                 "the special tokens of the release's encoding: name a Jinja file with chat.template"
             )
+
+    def build_splitter(self) -> ReasoningSplitter:
+        """What tells reasoning from answers in this model's completions. Raises ``ConfigError``."""
+        return ReasoningSplitter(self._tokenizer)
 
     def _token_ids(self, column: str, row: Mapping[str, object]) -> list[int]:
         value = row[column]

@@ -34,7 +34,9 @@ def test_flags_alone_suffice() -> None:
     assert sampling_params(job) == SamplingParams()
     assert engine_config(job) == EngineConfig(model="m")
     assert (job.input.rows_per_shard, job.output.prefix, job.output.max_error_rate) == (1000, "", 0.05)
-    assert (job.cluster.num_ranks, job.cluster.address) == (0, None)
+    assert (job.cluster.num_ranks, job.cluster.address, job.cluster.stall_timeout_s) == (0, None, 900.0)
+    output = job.output
+    assert (output.max_errors, output.split_reasoning, output.prompt_token_ids) == (None, False, False)
     assert (job.chat.thinking, job.chat.reasoning_effort, job.chat.drop_thinking) == (True, "high", True)
 
 

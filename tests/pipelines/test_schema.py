@@ -187,3 +187,26 @@ def test_several_samples_make_lists_and_one_row_still() -> None:
 
 def test_a_column_n_makes_lists_too() -> None:
     assert contract(schema(prompt=pa.string(), n=pa.int64())).is_list
+
+
+def test_reasoning_and_what_was_fed_have_columns_when_asked_for() -> None:
+    files = [("a", schema(messages=pa.string(), thinking=pa.bool_(), top_k=pa.int32()))]
+    plain = build_contract(files, prefix="", num_samples=1, has_logprobs=False)
+    assert plain.render_columns == ("messages", "top_k", "thinking")
+    found = build_contract(
+        files,
+        prefix="",
+        num_samples=1,
+        has_logprobs=False,
+        has_reasoning=True,
+        has_prompt_token_ids=True,
+    )
+    assert set(found.output.names) - set(plain.output.names) == {"reasoning", "prompt_token_ids"}
+    output = RequestOutput(request_id="x", completions=(completion(0, (5,)),), num_prompt_tokens=2)
+    rows = [
+        FinishedRow(row=0, output=output, prompt_token_ids=[1, 2], reasoning=("because",)),
+        FinishedRow(row=1, error="empty_prompt", error_message="no tokens"),
+    ]
+    values = found.to_batch(rows).select(["reasoning", "completion", "prompt_token_ids"]).to_pylist()
+    assert values[0] == {"reasoning": "because", "completion": "text 0", "prompt_token_ids": [1, 2]}
+    assert set(values[1].values()) == {None}
