@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 from engine import ConfigError
 from jobs.config import JobConfig
 from jobs.job_plan import plan_job, record_job, with_absolute_paths
+from jobs.metrics import RayMetrics
 from jobs.rank import EngineBuilder, RankActor, RankSpec
 from jobs.reaper import MARK, Reaper
 from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, RankReport, StopRequest
@@ -74,7 +75,14 @@ def _drive(spec: RankSpec, plan: Plan, num_ranks: int, stopper: _Stopper) -> Out
             record_job(folder, spec.job)
             fleet = RayFleet(replace(spec, run=run), num_ranks)
             try:
-                driver = Driver(folder, plan, fleet, run=run)
+                driver = Driver(
+                    folder,
+                    plan,
+                    fleet,
+                    run=run,
+                    cost_per_rank_hour=spec.job.cluster.cost_per_rank_hour,
+                    on_metrics=RayMetrics(str(folder.path)).take,
+                )
                 stopper.watch(driver)
                 return driver.run()
             finally:

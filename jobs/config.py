@@ -73,10 +73,12 @@ class ClusterSection(_Section):
     """``num_ranks`` 0: one a GPU, or one CPU rank. ``address`` None: RAY_ADDRESS, else a Ray of our own.
 
     A rank whose step loop stands still for ``stall_timeout_s`` is ended and replaced.
+    ``cost_per_rank_hour``: what one rank (a GPU, or a CPU rank) costs, in any currency; for the report.
     """
 
     num_ranks: int = Field(default=0, ge=0)
     address: str | None = None
+    cost_per_rank_hour: float | None = Field(default=None, ge=0.0)
     stall_timeout_s: float = Field(default=900.0, gt=0.0)
 
 

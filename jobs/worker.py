@@ -17,7 +17,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine import ConfigError, Engine, EngineDead, Request, RequestOutput, RequestRejected
+from engine import ConfigError, Engine, EngineDead, EngineStats, RequestOutput, RequestRejected
 from jobs.environment import describe_environment
 from jobs.lease_reader import LeaseReader, Renderer
 from pipelines.driver import Orders, RankReport
@@ -104,6 +104,7 @@ class RankWorker:
         self._broken: str | None = None
         self._num_turns = self._num_prompt_tokens = self._num_completion_tokens = 0
         self._num_cached_tokens = 0
+        self._stats = EngineStats()
         self._environment: dict[str, str] = {}
         self._engine_settings: dict[str, Any] = {}
         self._synced_at = time.monotonic()
@@ -161,6 +162,7 @@ class RankWorker:
             self._feed(self._serving)
         self._journal()
         has_work = self._serving.engine.has_unfinished()
+        self._stats = self._serving.engine.stats()  # an engine is its loop's alone: others read this
         if has_work:
             for output in self._serving.engine.step():
                 self._take(self._serving, output)
@@ -299,6 +301,7 @@ class RankWorker:
             num_prompt_tokens=self._num_prompt_tokens,
             num_completion_tokens=self._num_completion_tokens,
             num_cached_tokens=self._num_cached_tokens,
+            stats=self._stats,
             environment=self._environment,
             engine_settings=self._engine_settings,
             is_drained=self._is_draining and not self._in_flight,

@@ -13,14 +13,16 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from engine.api import EngineStats
 from engine.errors import ConfigError
 from pipelines.ledger import Lease, LeaseReport, Ledger
 from pipelines.manifest import OutputFolder, Tally, try_read_commit
+from pipelines.metrics import MetricsListener, RowCounts, RunWatch
 from pipelines.plan import Plan
-from pipelines.report import ProgressLine, RunRecord, read_status, write_report
+from pipelines.report import RunRecord, read_status, write_report
 from pipelines.schema import FinishedRow
 from pipelines.sink import JournalWriter, read_journal_state, read_shard_state
 
@@ -30,7 +32,6 @@ MAX_BARREN_DEATHS = 3
 """A slot whose rank died so often in a row without finishing a row is given up."""
 
 _WAIT_S = 0.25
-_SAVE_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,8 @@ class RankReport:
 
     ``refused`` says why the job cannot run at all, ``broken`` why its output cannot be written.
     ``capacity`` is how many rows the engine runs at once; 0 until the engine is built. ``environment`` and
-    ``engine_settings`` say what a built engine's answers depend on besides the plan.
+    ``engine_settings`` say what a built engine's answers depend on besides the plan. ``stats`` are the
+    engine's own, the token counts before it those of its answers.
     """
 
     num_turns: int
@@ -64,6 +66,7 @@ class RankReport:
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
     environment: Mapping[str, str] = field(default_factory=dict)
     engine_settings: Mapping[str, Any] = field(default_factory=dict)
     is_drained: bool = False
@@ -128,11 +131,13 @@ class _Slot:
     publishing: set[int] = field(default_factory=set)
     is_stopped: bool = False
     is_drained: bool = False
-    num_tokens: tuple[int, int, int] = (0, 0, 0)
 
 
 class Driver:
-    """One run over a plan. ``stall_timeout_s``: how long a step loop may stand still."""
+    """One run over a plan. ``stall_timeout_s``: how long a step loop may stand still.
+
+    ``cost_per_rank_hour`` is for the report; ``on_metrics`` is told every line of ``pipelines.metrics``.
+    """
 
     def __init__(
         self,
@@ -143,6 +148,8 @@ class Driver:
         run: int,
         stall_timeout_s: float = 900.0,
         start_timeout_s: float = 7200.0,
+        cost_per_rank_hour: float | None = None,
+        on_metrics: MetricsListener | None = None,
     ) -> None:
         self._folder, self._plan, self._fleet, self._run = folder, plan, fleet, run
         self._stall_timeout_s, self._start_timeout_s = stall_timeout_s, start_timeout_s
@@ -162,11 +169,10 @@ class Driver:
             if folder.shard_journals(shard.index).is_dir()
         }
         self._ledger = Ledger(missing, resumed)
-        self._record = RunRecord(run=run, num_ranks=fleet.num_slots)
-        self._record.num_reused = self._num_done
-        self._started = time.monotonic()
-        self._saved_at = self._started
-        self._progress = ProgressLine(plan.num_rows, self._num_done)
+        self._record = RunRecord(run=run, num_ranks=fleet.num_slots, cost_per_rank_hour=cost_per_rank_hour)
+        self._watch = RunWatch(
+            folder, self._record, num_rows=plan.num_rows, num_done=self._num_done, listener=on_metrics
+        )
 
     def request_stop(self, how: StopRequest) -> None:
         """Ask the loop to stop; safe to call from a signal handler. A stronger request wins."""
@@ -174,18 +180,14 @@ class Driver:
 
     def run(self) -> Outcome:
         """Work until all is committed or a stop was asked for. Raises ``ConfigError``, ``JobFailed``."""
-        self._save()
+        self._watch.save()
         outcome = "failed"
         try:
             result = self._loop()
             outcome = result.value
         finally:
-            self._record.outcome = outcome
-            self._record.num_in_flight = 0
-            self._show(is_last=True)
-            self._progress.close()
-            self._save()
-        write_report(self._folder, read_status(self._folder.path))
+            self._watch.finish(self._count_rows(), outcome)
+            write_report(self._folder, replace(read_status(self._folder.path), is_running=False))
         return result
 
     @property
@@ -224,14 +226,15 @@ class Driver:
                     self._collect(slot, event)
                     if self._num_shards_left and not self._slots[slot].is_stopped:
                         self._fleet.exchange(slot, self._orders_for(slot))
-            self._show()
+            self._watch.show(self._count_rows())
         return Outcome.COMMITTED
 
     def _start(self, slot: int) -> None:
         state = self._slots[slot]
         state.is_live, state.capacity, state.num_turns = True, 0, -1
-        state.has_finished_rows, state.num_tokens = False, (0, 0, 0)
+        state.has_finished_rows = False
         state.moved_at = time.monotonic()
+        self._watch.start_rank(slot)
         self._fleet.start(slot)
 
     def _collect(self, slot: int, report: RankReport) -> None:
@@ -244,18 +247,17 @@ class Driver:
             state.num_turns, state.moved_at = report.num_turns, time.monotonic()
         if report.capacity and not state.capacity:
             self._record.add_rank(report.environment, report.engine_settings)
-            self._save()  # before the rank has a row: what it will answer can be told apart by this
+            self._watch.save()  # before the rank has a row: what it will answer can be told apart by this
         state.capacity = report.capacity
         state.is_stopped, state.is_drained = report.is_stopped, report.is_drained
         for lease in report.leases:
             self._ledger.record(lease)
             if lease.num_ok + lease.num_error:
                 state.has_finished_rows, state.num_barren_deaths = True, 0
-        num_tokens = (report.num_prompt_tokens, report.num_completion_tokens, report.num_cached_tokens)
-        self._record.num_prompt_tokens += num_tokens[0] - state.num_tokens[0]
-        self._record.num_completion_tokens += num_tokens[1] - state.num_tokens[1]
-        self._record.num_cached_tokens += num_tokens[2] - state.num_tokens[2]
-        state.num_tokens = num_tokens
+        if report.capacity:
+            num_tokens = (report.num_prompt_tokens, report.num_completion_tokens, report.num_cached_tokens)
+            has_rows = self._ledger.num_outstanding(slot) > 0
+            self._watch.take(slot, report.stats, num_tokens, has_rows=has_rows)
         for shard_index, tally in report.published:
             if shard_index in state.publishing:
                 state.publishing.discard(shard_index)
@@ -316,7 +318,7 @@ class Driver:
         # Neither a rank that was given nothing nor one that was killed by a row says much of its slot.
         is_barren = not state.has_finished_rows and (bool(leases) or not state.capacity)
         state.is_live, state.capacity = False, 0
-        self._record.num_rank_deaths += 1
+        self._watch.lose_rank(slot)
         for lease in leases:
             path = self._folder.journal_file(lease.shard_index, self._run, lease.lease_id)
             found = read_journal_state(self._plan, path)
@@ -363,25 +365,15 @@ class Driver:
         is_late = time.monotonic() - self._stop_seen_at > 1.5
         return is_late or all(state.is_stopped for state in live)
 
-    def _show(self, *, is_last: bool = False) -> None:
-        record, ledger = self._record, self._ledger
-        record.seconds = time.monotonic() - self._started
-        record.num_run = self._num_done - record.num_reused
-        record.num_in_flight = ledger.num_in_flight
-        self._progress.show(
-            self._num_done,
-            num_errors=self._num_errors_before + ledger.num_error,
-            num_tokens=record.num_prompt_tokens + record.num_completion_tokens,
-            cache_hit_rate=record.num_cached_tokens / max(record.num_prompt_tokens, 1),
-            num_ranks=sum(1 for state in self._slots if state.is_live and state.capacity),
-            is_last=is_last,
+    def _count_rows(self) -> RowCounts:
+        ledger = self._ledger
+        return RowCounts(
+            num_read=self._num_rows_before + ledger.num_read,
+            num_ok=self._num_rows_before - self._num_errors_before + ledger.num_ok,
+            num_error=self._num_errors_before + ledger.num_error,
+            num_in_flight=ledger.num_in_flight,
+            num_unleased=ledger.num_unleased,
         )
-        if time.monotonic() - self._saved_at > _SAVE_INTERVAL_S:
-            self._save()
-
-    def _save(self) -> None:
-        self._record.save(self._folder)
-        self._saved_at = time.monotonic()
 
 
 def _crash_row(row: int) -> FinishedRow:

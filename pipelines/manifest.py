@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.errors import ConfigError
+from pipelines.lengths import add_counts
 from pipelines.plan import Plan, describe_difference
 
 STATE_FOLDER = "_overnight"
@@ -29,7 +30,10 @@ COMMIT_KEY = b"overnight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Rows by outcome; tokens and preemptions of the answered ones, and the most of one row."""
+    """Rows by outcome; tokens and preemptions of the answered ones, and the most of one row.
+
+    ``prompt_lengths`` and ``completion_lengths`` count answered rows (completions) by ``pipelines.lengths``.
+    """
 
     num_ok: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
@@ -38,6 +42,8 @@ class Tally:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     most_row_preemptions: int = 0
+    prompt_lengths: Mapping[str, int] = field(default_factory=dict)
+    completion_lengths: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_error(self) -> int:
@@ -55,15 +61,16 @@ class Tally:
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     def __add__(self, other: Tally) -> Tally:
-        codes = sorted({*self.errors, *other.errors})
         return Tally(
             num_ok=self.num_ok + other.num_ok,
-            errors={code: self.errors.get(code, 0) + other.errors.get(code, 0) for code in codes},
+            errors=add_counts(self.errors, other.errors),
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
             num_completion_tokens=self.num_completion_tokens + other.num_completion_tokens,
             num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
             num_preemptions=self.num_preemptions + other.num_preemptions,
             most_row_preemptions=max(self.most_row_preemptions, other.most_row_preemptions),
+            prompt_lengths=add_counts(self.prompt_lengths, other.prompt_lengths),
+            completion_lengths=add_counts(self.completion_lengths, other.completion_lengths),
         )
 
 
@@ -91,12 +98,21 @@ class OutputFolder:
         return self.state / "report.json"
 
     @property
+    def page_file(self) -> Path:
+        """The report as a page to look at."""
+        return self.state / "report.html"
+
+    @property
     def lock_file(self) -> Path:
         return self.state / "driver.lock"
 
     @property
     def runs(self) -> Path:
         return self.state / "runs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.state / "metrics"
 
     @property
     def journals(self) -> Path:
@@ -117,6 +133,10 @@ class OutputFolder:
     def run_file(self, run: int) -> Path:
         """What one run of the driver says about itself."""
         return self.runs / f"{run:06d}.json"
+
+    def metrics_file(self, run: int) -> Path:
+        """What one run measured, a line an interval."""
+        return self.metrics / f"{run:06d}.jsonl"
 
     def part_file(self, shard_index: int, num_shards: int) -> Path:
         """The one output file of a shard."""

@@ -1,7 +1,7 @@
 """What a job says of itself: each run's own counters, the cumulative report, and the state of a folder.
 
-Owns the progress line and the files under ``_overnight/runs`` and ``report.json``; it must not decide
-anything about rows.
+Owns the files under ``_overnight/runs`` and ``report.json``; it must not decide anything about rows, nor
+how the facts are shown.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
-
-from tqdm import tqdm
+from typing import Any, TypeVar
 
 from pipelines.manifest import (
     OutputFolder,
@@ -30,12 +27,15 @@ from pipelines.sink import count_rows, read_shard_rows
 
 T = TypeVar("T")
 
-_LINE_INTERVAL_S = 5.0
-
 
 @dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """One run of the driver: how long it worked, what it reused, ran and lost."""
+    """One run of the driver: how long it worked, what it reused, ran, computed and lost.
+
+    ``num_prompt_tokens``, ``num_completion_tokens`` and ``num_cached_tokens`` are those of answered rows,
+    all other token counts those of rows that the engines ran. ``num_tokens_in_flight`` were computed for rows
+    that have no answer yet. ``tail_idle_s``: for how long ranks have had nothing to do at the end, added up.
+    """
 
     run: int
     started_at: float = field(default_factory=time.time)
@@ -46,8 +46,17 @@ class RunRecord:
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
     num_in_flight: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_replayed_tokens: int = 0
+    num_preemptions: int = 0
+    num_tokens_lost_with_ranks: int = 0
+    num_tokens_in_flight: int = 0
+    tail_idle_s: float = 0.0
     num_rank_deaths: int = 0
     num_ranks: int = 0
+    cost_per_rank_hour: float | None = None
     outcome: str = "running"
     process: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     environments: list[Mapping[str, str]] = field(default_factory=list)
@@ -62,6 +71,33 @@ class RunRecord:
     def save(self, folder: OutputFolder) -> None:
         """Write the record to the run's own file."""
         replace_durably(folder, folder.run_file(self.run), json.dumps(asdict(self), indent=1).encode())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WastedTokens:
+    """Rows computed for nothing, by cause: a preemption that kept nothing; rings refilled behind a cached
+    prefix; a rank that died, or a run that ended, with rows in flight."""
+
+    after_preemption: int = 0
+    replay: int = 0
+    lost_with_ranks: int = 0
+    lost_with_runs: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.after_preemption + self.replay + self.lost_with_ranks + self.lost_with_runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """What a job took, over all its runs. ``num_tokens_computed`` are all that the engines ran, the wasted
+    ones included; ``cost`` is None when no run was given a rate."""
+
+    num_tokens_computed: int
+    wasted_tokens: WastedTokens
+    rank_hours: float
+    tail_idle_rank_s: float
+    cost: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +119,8 @@ class JobStatus:
     num_runs: int
     num_rank_deaths: int
     seconds: float
+    last_run_seconds: float
+    effort: Effort
     is_running: bool
     environments: tuple[Mapping[str, str], ...]
     engine_settings: tuple[Mapping[str, Any], ...] = ()
@@ -109,6 +147,25 @@ class JobStatus:
         """Tokens put in and out for each second of work, over all runs."""
         num_tokens = self.tally.num_prompt_tokens + self.tally.num_completion_tokens
         return num_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def num_tokens_per_s_per_rank(self) -> float:
+        """The same for each second of a rank: of a GPU, where ranks are GPUs."""
+        num_tokens = self.tally.num_prompt_tokens + self.tally.num_completion_tokens
+        return num_tokens / (self.effort.rank_hours * 3600) if self.effort.rank_hours > 0 else 0.0
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the ranks were GPUs, as far as any said."""
+        return any(found.get("device_kind") == "cuda" for found in self.environments)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the last run's pace; None when it has none, or nothing is left."""
+        num_left = self.num_rows - self.num_ok - self.num_error
+        if not (self.is_running and num_left and self.num_run and self.last_run_seconds):
+            return None
+        return num_left * self.last_run_seconds / self.num_run
 
 
 def read_status(output_dir: str | Path) -> JobStatus:
@@ -142,10 +199,37 @@ def read_status(output_dir: str | Path) -> JobStatus:
         num_runs=len(runs),
         num_rank_deaths=sum(run.num_rank_deaths for run in runs),
         seconds=sum(run.seconds for run in runs),
+        last_run_seconds=last.seconds,
+        effort=_add_up(runs, is_running=is_running),
         is_running=is_running,
         environments=distinct(found for run in runs for found in run.environments),
         engine_settings=distinct(found for run in runs for found in run.engine_settings),
     )
+
+
+def _add_up(runs: Sequence[RunRecord], *, is_running: bool) -> Effort:
+    # A run that was killed says "running" for ever.
+    is_going_on = is_running and bool(runs) and runs[-1].outcome == "running"
+    ended = runs[:-1] if is_going_on else runs
+    costs = [run.cost_per_rank_hour * _rank_hours(run) for run in runs if run.cost_per_rank_hour is not None]
+    return Effort(
+        num_tokens_computed=sum(
+            run.num_prefill_tokens + run.num_decode_tokens + run.num_replayed_tokens for run in runs
+        ),
+        wasted_tokens=WastedTokens(
+            after_preemption=sum(run.num_recomputed_tokens for run in runs),
+            replay=sum(run.num_replayed_tokens for run in runs),
+            lost_with_ranks=sum(run.num_tokens_lost_with_ranks for run in runs),
+            lost_with_runs=sum(run.num_tokens_in_flight for run in ended),
+        ),
+        rank_hours=sum(_rank_hours(run) for run in runs),
+        tail_idle_rank_s=sum(run.tail_idle_s for run in ended),
+        cost=sum(costs) if costs else None,
+    )
+
+
+def _rank_hours(run: RunRecord) -> float:
+    return run.num_ranks * run.seconds / 3600
 
 
 def read_runs(folder: OutputFolder) -> list[RunRecord]:
@@ -166,61 +250,16 @@ def distinct(facts: Iterable[Mapping[str, T]]) -> tuple[Mapping[str, T], ...]:
 def write_report(folder: OutputFolder, status: JobStatus) -> None:
     """Write ``report.json``: the job over all its runs."""
     tree: dict[str, Any] = asdict(status)
-    del tree["is_running"], tree["num_in_flight"]  # of a moment, and this is for later
+    # Of a moment, or of the last run alone, and this is for later.
+    del tree["is_running"], tree["num_in_flight"], tree["last_run_seconds"]
     tree.update(
         num_read=status.num_read,
         num_ok=status.num_ok,
         num_error=status.num_error,
         is_finished=status.is_finished,
         num_tokens_per_s=round(status.num_tokens_per_s, 3),
+        num_tokens_per_s_per_rank=round(status.num_tokens_per_s_per_rank, 3),
+        gpu_hours=status.effort.rank_hours if status.has_gpus else 0.0,
         cache_hit_rate=round(status.tally.cache_hit_rate, 6),
     )
     replace_durably(folder, folder.report_file, json.dumps(tree, indent=1).encode())
-
-
-class ProgressLine:
-    """One line that is true across runs: a live bar on a terminal, else a plain line now and then."""
-
-    def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
-        self._stream = stream if stream is not None else sys.stderr
-        self._total, self._first = total, done
-        self._started = self._last_line = time.monotonic()
-        self._bar: tqdm[Any] | None = None
-        if self._stream.isatty():
-            self._bar = tqdm(total=total, initial=done, unit="row", file=self._stream, dynamic_ncols=True)
-        self._shown = done
-
-    def show(
-        self,
-        done: int,
-        *,
-        num_errors: int,
-        num_tokens: int,
-        num_ranks: int,
-        cache_hit_rate: float = 0.0,
-        is_last: bool = False,
-    ) -> None:
-        """Bring the line up to date. ``num_tokens``: in and out, of the rows of this run."""
-        now = time.monotonic()
-        elapsed = now - self._started
-        facts = (
-            f"{num_tokens / max(elapsed, 1e-9):.0f} tok/s, {cache_hit_rate:.0%} cached, "
-            f"{num_errors} errors, {num_ranks} ranks"
-        )
-        if self._bar is not None:
-            self._bar.set_postfix_str(facts, refresh=False)
-            self._bar.update(done - self._shown)
-        elif is_last or now - self._last_line >= _LINE_INTERVAL_S:
-            self._last_line = now
-            line = tqdm.format_meter(
-                done, self._total, elapsed, initial=self._first, unit="row", ncols=0, postfix=facts
-            )
-            self._stream.write(f"{line}\n")
-            self._stream.flush()
-        self._shown = done
-
-    def close(self) -> None:
-        """Leave the terminal's line as it is."""
-        if self._bar is not None:
-            self._bar.refresh()
-            self._bar.close()

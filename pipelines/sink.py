@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipelines.lengths import count_lengths
 from pipelines.manifest import (
     OutputFolder,
     Tally,
@@ -232,4 +233,6 @@ def count_rows(answers: pa.Table) -> Tally:
         num_cached_tokens=pc.sum(answers.column("num_cached_tokens")).as_py() or 0,
         num_preemptions=pc.sum(answers.column(NUM_PREEMPTIONS)).as_py() or 0,
         most_row_preemptions=pc.max(answers.column(NUM_PREEMPTIONS)).as_py() or 0,
+        prompt_lengths=count_lengths(answers.column("num_prompt_tokens")),
+        completion_lengths=count_lengths(completion_tokens),
     )

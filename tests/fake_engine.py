@@ -56,6 +56,7 @@ class FakeEngine:
         self.num_steps = 0
         self.max_num_waiting = 0
         self.num_running_at_steps: list[int] = []
+        self._num_prefill_tokens = self._num_decode_tokens = 0
 
     def add_request(self, request: Request) -> None:
         if REFUSED_ID in request.prompt_token_ids:
@@ -74,6 +75,7 @@ class FakeEngine:
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             request = self._waiting.popleft()
             self._running[request.request_id] = (request, 0)
+            self._num_prefill_tokens += len(request.prompt_token_ids)
         self.num_running_at_steps.append(len(self._running))
         if self._step_s:
             time.sleep(self._step_s)
@@ -85,6 +87,7 @@ class FakeEngine:
                 len(expected_token_ids(list(request.prompt_token_ids), s)) for s in range(request.sampling.n)
             )
             self._running[request_id] = (request, num_tokens + 1)
+            self._num_decode_tokens += 1
             if num_tokens + 1 >= longest:
                 del self._running[request_id]
                 outputs.append(self._output(request))
@@ -152,8 +155,16 @@ class FakeEngine:
         )
 
     def stats(self) -> EngineStats:
+        running = self._running.values()
         return EngineStats(
-            num_steps=self.num_steps, num_waiting=len(self._waiting), num_running=len(self._running)
+            num_steps=self.num_steps,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_tokens=self._num_decode_tokens,
+            num_unfinished_tokens=sum(len(request.prompt_token_ids) + done for request, done in running),
+            num_waiting=len(self._waiting),
+            num_running=len(running),
+            num_free_blocks=self._config.max_num_seqs - len(running),
+            num_kv_blocks=self._config.max_num_seqs,
         )
 
 

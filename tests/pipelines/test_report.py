@@ -11,7 +11,8 @@ import pytest
 
 from engine import ConfigError
 from pipelines.manifest import OutputFolder
-from pipelines.report import ProgressLine, read_status
+from pipelines.progress import ProgressLine
+from pipelines.report import read_status
 from tests.small_jobs import make_plan, random_prompts, read_output, start_run, write_prompts
 
 
@@ -56,9 +57,17 @@ def test_without_a_terminal_there_are_whole_lines_and_few() -> None:
     stream = io.StringIO()
     line = ProgressLine(100, 40, stream)
     for done in range(40, 101):
-        line.show(done, num_errors=2, num_tokens=500, num_ranks=3, cache_hit_rate=0.25, is_last=done == 100)
+        line.show(
+            done,
+            prefill_tokens_per_s=1200.4,
+            decode_tokens_per_s=34.6,
+            cache_hit_rate=0.25,
+            num_errors=2,
+            num_ranks=3,
+            is_last=done == 100,
+        )
     line.close()
     (text,) = stream.getvalue().splitlines()
     assert "\r" not in text
     assert "100/100" in text
-    assert "25% cached, 2 errors, 3 ranks" in text
+    assert "prefill 1200 tok/s, decode 35 tok/s, 25% cached, 2 errors, 3 ranks" in text
