@@ -12,6 +12,7 @@ import importlib.metadata
 import logging
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from engine import ConfigError, EngineDead
@@ -171,17 +172,18 @@ def check_environment() -> None:
 
 
 def format_status(status: JobStatus) -> str:
-    """A few lines for a terminal; the second is the equation that always holds."""
+    """Some lines for a terminal; the second is the equation that always holds."""
     if status.is_finished:
         state = "finished"
     else:
         state = "running" if status.is_running else "stopped; run the same command again to go on"
-    tally = status.tally
+    left = "" if status.seconds_left is None else f", {timedelta(seconds=round(status.seconds_left))} left"
+    tally, effort, wasted = status.tally, status.effort, status.effort.wasted_tokens
     errors = ", ".join(f"{code} {count}" for code, count in sorted(tally.errors.items())) or "none"
     return "\n".join(
         [
             f"{state}: {status.num_shards_committed} of {status.num_shards} shards committed, "
-            f"{status.num_rows_committed} of {status.num_rows} rows",
+            f"{status.num_rows_committed} of {status.num_rows} rows{left}",
             f"rows read {status.num_read} = ok {status.num_ok} + error {status.num_error} "
             f"+ in flight {status.num_in_flight}",
             f"last run: {status.num_reused} rows reused, {status.num_run} run; "
@@ -189,8 +191,15 @@ def format_status(status: JobStatus) -> str:
             f"errors: {errors}",
             f"tokens: {tally.num_prompt_tokens} in ({tally.num_cached_tokens} cached, "
             f"{tally.cache_hit_rate:.1%}), {tally.num_completion_tokens} out, "
-            f"{status.num_tokens_per_s:.1f} a second",
+            f"{status.num_tokens_per_s:.1f} a second, "
+            f"{status.num_tokens_per_s_per_rank:.1f} a second and rank",
+            f"computed: {effort.num_tokens_computed} tokens, of them wasted {wasted.total} = "
+            f"after preemptions {wasted.after_preemption} + replayed {wasted.replay} + "
+            f"lost with ranks {wasted.lost_with_ranks} + lost with runs {wasted.lost_with_runs}",
             f"preemptions: {tally.num_preemptions}, at most {tally.most_row_preemptions} of one row",
+            f"took {effort.rank_hours:.3f} {'GPU' if status.has_gpus else 'rank'}-hours, "
+            f"{effort.tail_idle_rank_s:.1f} s of ranks idle at the end, "
+            f"cost {'not known' if effort.cost is None else format(effort.cost, '.2f')}",
         ]
     )
 

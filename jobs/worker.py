@@ -17,7 +17,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine import ConfigError, Engine, EngineDead, EngineStats, RequestOutput, RequestRejected
+from engine import ConfigError, Engine, EngineDead, EngineStats, Request, RequestOutput, RequestRejected
 from jobs.environment import describe_environment
 from jobs.lease_reader import LeaseReader, Renderer
 from pipelines.driver import Orders, RankReport

@@ -14,7 +14,7 @@ from engine import ConfigError
 from jobs import cli
 from jobs.config import JobConfig
 from pipelines.manifest import Tally
-from pipelines.report import JobStatus
+from pipelines.report import Effort, JobStatus, WastedTokens
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -130,14 +130,24 @@ def test_status_prints_the_equation() -> None:
         num_runs=2,
         num_rank_deaths=1,
         seconds=8.0,
+        last_run_seconds=4.0,
+        effort=Effort(
+            num_tokens_computed=50,
+            wasted_tokens=WastedTokens(after_preemption=3, replay=1, lost_with_ranks=2, lost_with_runs=4),
+            rank_hours=16 / 3600,
+            tail_idle_rank_s=1.25,
+            cost=0.5,
+        ),
         is_running=True,
         environments=(),
     )
     assert cli.format_status(status).splitlines() == [
-        "running: 2 of 4 shards committed, 4 of 10 rows",
+        "running: 2 of 4 shards committed, 4 of 10 rows, 0:00:05 left",
         "rows read 8 = ok 4 + error 1 + in flight 3",
         "last run: 1 rows reused, 4 run; 2 runs, 1 ranks lost, 8.0 s in all",
         "errors: prompt_too_long 1",
-        "tokens: 30 in (6 cached, 20.0%), 10 out, 5.0 a second",
+        "tokens: 30 in (6 cached, 20.0%), 10 out, 5.0 a second, 2.5 a second and rank",
+        "computed: 50 tokens, of them wasted 10 = after preemptions 3 + replayed 1 + lost with ranks 2 + lost with runs 4",
         "preemptions: 3, at most 2 of one row",
+        "took 0.004 rank-hours, 1.2 s of ranks idle at the end, cost 0.50",
     ]
