@@ -7,7 +7,7 @@ prompts, answers or where files lie.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -39,13 +39,13 @@ def unify_files(files: Sequence[tuple[str, pa.Schema]], *, fill_missing: bool = 
             _check_names(first_name, fields.keys(), name, schema.names)
         for field in schema:
             fields[field.name] = _unify_fields(fields.get(field.name), field, name)
-    for name, schema in files:
+    for _, schema in files:
         for missing in fields.keys() - set(schema.names):
             fields[missing] = fields[missing].with_nullable(True)
     return pa.schema(list(fields.values()), _shared_metadata([schema.metadata for _, schema in files]))
 
 
-def _check_names(first_name: str, known: Sequence[str] | set[str], name: str, names: Sequence[str]) -> None:
+def _check_names(first_name: str, known: Iterable[str], name: str, names: Iterable[str]) -> None:
     missing = sorted(set(known) - set(names))
     extra = sorted(set(names) - set(known))
     if missing:

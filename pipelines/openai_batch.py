@@ -46,11 +46,16 @@ def read_line(line: bytes) -> tuple[str | None, str | None, str | None, str | No
         return None, None, None, None
     if not isinstance(request, dict):
         return None, None, None, None
-    custom_id, method, url = (
-        value if isinstance(value := request.get(name), str) else None for name in REQUEST_COLUMNS[:3]
-    )
+    custom_id, method, url = (_text(request.get(name)) for name in REQUEST_COLUMNS[:3])
     body = request.get("body")
-    return custom_id, method, url, json.dumps(body, ensure_ascii=False) if isinstance(body, dict) else None
+    return custom_id, method, url, json.dumps(body) if isinstance(body, dict) else None
+
+
+def _text(value: object) -> str | None:
+    try:
+        return value.encode().decode() if isinstance(value, str) else None
+    except UnicodeEncodeError:  # half a surrogate pair: JSON can say it, no text can hold it
+        return None
 
 
 def request_values(row: Mapping[str, object]) -> dict[str, object]:
@@ -86,7 +91,7 @@ def _parameters(body: dict[str, Any], *, is_chat: bool) -> dict[str, object]:
     """Take the parameters out of a body."""
     values: dict[str, object] = {}
     if is_chat:
-        # In a chat body logprobs is a switch and top_logprobs the count; in a completion body it is the count.
+        # A switch and a count in a chat body; in a completion body logprobs is the count itself.
         num_top = body.pop("top_logprobs", 0)
         if body.pop("logprobs", False):
             values["logprobs"] = num_top

@@ -16,7 +16,8 @@ import pyarrow as pa
 from engine.api import SAMPLING_FIELDS, Completion, RequestOutput
 from engine.errors import ConfigError
 from pipelines.chat import CHAT_COLUMNS
-from pipelines.column_types import STRING, check_writable, unify_files
+from pipelines.column_types import STRING as STRING
+from pipelines.column_types import check_writable, unify_files
 from pipelines.openai_batch import REQUEST_COLUMNS
 from pipelines.prompt import PROMPT_COLUMNS
 

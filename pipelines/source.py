@@ -1,40 +1,58 @@
 """Where rows come from: a path becomes a fixed list of files, files become shards, shards are read in slices.
 
-Owns reading and the inputs' fingerprints; it must not know what a prompt is, what is written, or who
-reads which slice.
+Owns the kinds of input and which one a path is; it must not know what a prompt is, what is written, or who
+reads which slice. Each kind's reading is in a file of its own.
 """
 
 from __future__ import annotations
 
-import glob
-import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from engine.errors import ConfigError
+from pipelines.source_dataset import (
+    DatasetRows,
+    find_named_dataset,
+    find_saved_dataset,
+    is_dataset_name,
+    is_saved_dataset,
+    open_dataset,
+    resolve_dataset_name,
+)
+from pipelines.source_file import FileRows
+from pipelines.source_file import InputFile as InputFile
+from pipelines.source_location import Location, find_files, is_url
+from pipelines.source_parquet import ParquetRows, inspect_parquet
+from pipelines.source_text import (
+    CsvRows,
+    LineRows,
+    inspect_csv,
+    inspect_jsonl,
+    inspect_requests,
+    looks_like_requests,
+)
 
-SourceKind = Literal["parquet", "dataset"]
+SourceKind = Literal["parquet", "csv", "jsonl", "openai_batch", "dataset", "named_dataset"]
+FileFormat = Literal["parquet", "csv", "jsonl", "openai_batch"]
 
-_READ_BUFFER_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputFile:
-    """One input file as the plan remembers it. ``path`` is relative to the input root, with ``/``.
-
-    ``footer`` hashes what describes the file's content (a Parquet footer, a saved dataset's state).
-    """
-
-    path: str
-    num_rows: int
-    num_bytes: int
-    footer: str
+_FORMATS: Mapping[str, FileFormat] = {
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+}
+_INSPECT = {
+    "parquet": inspect_parquet,
+    "csv": inspect_csv,
+    "jsonl": inspect_jsonl,
+    "openai_batch": inspect_requests,
+    "dataset": find_saved_dataset,
+    "named_dataset": find_named_dataset,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,112 +94,56 @@ def plan_shards(files: Sequence[InputFile], rows_per_shard: int) -> tuple[Shard,
     return tuple(shards)
 
 
-def find_input(path: str, *, exclude: str | None = None) -> InputSet:
-    """Resolve a file, folder, glob or saved dataset. Files under the folder ``exclude`` are left out.
+def find_input(path: str, *, format: FileFormat | None = None, exclude: str | None = None) -> InputSet:
+    """Resolve a file, folder, glob, URL of one of these, saved dataset or dataset's name.
 
-    Raises ``ConfigError`` when nothing matches or something that matches cannot be read.
+    ``format`` None: as the files' names say; JSON lines that begin with an API request are requests. Files
+    under the folder ``exclude`` are left out. Raises ``ConfigError`` when nothing matches or something that
+    matches cannot be read.
     """
-    if os.path.isdir(path) and _is_saved_dataset(Path(path)):
-        return _find_dataset(Path(path).absolute())
-    root, candidates = _match(path)
-    excluded = Path(exclude).absolute() if exclude is not None else None
-    names = [
-        name
-        for name in sorted({candidate.relative_to(root).as_posix() for candidate in candidates})
-        if excluded is None or excluded not in (root / name).parents
-    ]
+    if is_dataset_name(path):
+        location, name = resolve_dataset_name(path)
+        return _inspect_all(location, "named_dataset", [name])
+    if not is_url(path) and is_saved_dataset(Path(path)):
+        folder = Path(path).absolute()
+        return _inspect_all(Location(str(folder.parent)), "dataset", [folder.name])
+    suffixes = [suffix for suffix, known in _FORMATS.items() if format in (None, known)]
+    if format == "openai_batch":
+        suffixes = [suffix for suffix, known in _FORMATS.items() if known == "jsonl"]
+    location, names = find_files(path, suffixes, exclude=exclude)
     if not names:
-        raise ConfigError(f"input.path {path!r} matches no Parquet file")
-    found = [inspect_parquet(root, name) for name in names]
+        raise ConfigError(f"input.path {path!r} matches no Parquet file, nor CSV, nor JSON lines")
+    return _inspect_all(location, format or _tell_format(path, location, names), names)
+
+
+def _tell_format(path: str, location: Location, names: Sequence[str]) -> FileFormat:
+    # What has no name of its own kind is Parquet, and refused if it is not.
+    formats = {_FORMATS.get(PurePosixPath(name).suffix, "parquet"): name for name in names}
+    if len(formats) > 1:
+        (one, first), (other, second), *_ = formats.items()
+        raise ConfigError(
+            f"input.path {path!r} holds {one} ({first!r}) and {other} ({second!r}): name one of them with a "
+            "glob or with input.format"
+        )
+    (format,) = formats
+    return "openai_batch" if format == "jsonl" and looks_like_requests(location, names[0]) else format
+
+
+def _inspect_all(location: Location, kind: SourceKind, names: Sequence[str]) -> InputSet:
+    found = [_INSPECT[kind](location, name) for name in names]
     return InputSet(
-        root=str(root),
-        kind="parquet",
+        root=location.root,
+        kind=kind,
         files=tuple(file for file, _ in found),
         schemas=tuple(schema for _, schema in found),
     )
-
-
-def _match(path: str) -> tuple[Path, list[Path]]:
-    absolute = Path(path).absolute()
-    if absolute.is_file():
-        return absolute.parent, [absolute]
-    if absolute.is_dir():
-        found = (Path(p) for p in glob.iglob(f"{glob.escape(str(absolute))}/**/*.parquet", recursive=True))
-        return absolute, [p for p in found if p.is_file() and not _is_hidden(p.relative_to(absolute))]
-    fixed: list[str] = []
-    for piece in absolute.parts:
-        if glob.has_magic(piece):
-            break
-        fixed.append(piece)
-    root = Path(*fixed)
-    if len(fixed) == len(absolute.parts):
-        return root, []
-    return root, [p for p in map(Path, glob.iglob(str(absolute), recursive=True)) if p.is_file()]
-
-
-def _is_hidden(relative: Path) -> bool:
-    # Parquet readers skip these names in a folder: "_SUCCESS", "_overnight/", ".cache/".
-    return any(piece.startswith(("_", ".")) for piece in relative.parts)
-
-
-def inspect_parquet(root: Path, name: str) -> tuple[InputFile, pa.Schema]:
-    """Read one Parquet file's footer: its place in the plan and its schema."""
-    full = root / name
-    try:
-        num_bytes = full.stat().st_size
-        footer = _footer_bytes(full)
-        with pq.ParquetFile(full) as parquet:
-            num_rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"input file {str(full)!r} cannot be read as Parquet: {error}") from error
-    digest = hashlib.blake2b(footer, digest_size=16).hexdigest()
-    return InputFile(path=name, num_rows=num_rows, num_bytes=num_bytes, footer=digest), schema
-
-
-def _footer_bytes(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - 8, 0))
-        tail = file.read(8)
-        length = int.from_bytes(tail[:4], "little")
-        file.seek(max(size - 8 - length, 0))
-        return file.read(length)
-
-
-def _is_saved_dataset(path: Path) -> bool:
-    names = ("state.json", "dataset_info.json", "dataset_dict.json")
-    return any((path / name).is_file() for name in names)
-
-
-def _find_dataset(path: Path) -> InputSet:
-    if not (path / "state.json").is_file():
-        raise ConfigError(
-            f"input.path {str(path)!r} is not one saved dataset: name one split's folder inside it"
-        )
-    rows = _DatasetRows(path, None)
-    state = (path / "state.json").read_bytes()
-    file = InputFile(
-        path=path.name,
-        num_rows=rows.num_rows,
-        num_bytes=sum(p.stat().st_size for p in path.glob("*.arrow")),
-        footer=hashlib.blake2b(state, digest_size=16).hexdigest(),
-    )
-    return InputSet(root=str(path.parent), kind="dataset", files=(file,), schemas=(rows.schema,))
-
-
-class _Rows(Protocol):
-    """One open file. Reading onwards from where the last read ended is cheap."""
-
-    def read(self, start: int, stop: int, batch_rows: int) -> Iterator[pa.RecordBatch]: ...
-
-    def close(self) -> None: ...
 
 
 class RowReader:
     """Reads slices of the plan's files, some columns of them, in bounded memory.
 
     Keeps the last file open, so that neighbouring slices are read in one pass. A file that is not the
-    one the plan saw is refused with ``ConfigError``.
+    one the plan saw is refused with ``ConfigError``. A column that a file lacks is null there.
     """
 
     def __init__(
@@ -193,13 +155,13 @@ class RowReader:
         *,
         batch_rows: int = 32,
     ) -> None:
-        self._root = Path(root)
+        self._location = Location(root)
         self._kind = kind
         self._files: Mapping[str, InputFile] = {file.path: file for file in files}
         self._columns = list(columns)
         self._batch_rows = batch_rows
         self._open_path: str | None = None
-        self._open_rows: _Rows | None = None
+        self._open_rows: FileRows | None = None
 
     def read(self, path: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield rows ``start <= row < stop`` of ``path`` in order, a few rows at a time."""
@@ -209,7 +171,7 @@ class RowReader:
             self.close()
             self._open_rows = self._open(path)
             self._open_path = path
-        return self._open_rows.read(start, stop, self._batch_rows)
+        return map(self._complete, self._open_rows.read(start, stop, self._batch_rows))
 
     def close(self) -> None:
         """Close the file that is open, if any."""
@@ -217,79 +179,24 @@ class RowReader:
             self._open_rows.close()
             self._open_rows = None
 
-    def _open(self, path: str) -> _Rows:
-        full = self._root / path
-        if self._kind == "dataset":
-            found = _find_dataset(full).files[0]
-        else:
-            found, _ = inspect_parquet(self._root, path)
+    def _open(self, path: str) -> FileRows:
+        found, schema = _INSPECT[self._kind](self._location, path)
         if found != self._files[path]:
-            raise ConfigError(f"input file {str(full)!r} changed since the job was planned")
-        if self._kind == "dataset":
-            return _DatasetRows(full, self._columns)
-        return _ParquetRows(full, self._columns)
+            raise ConfigError(
+                f"input file {self._location.describe(path)!r} changed since the job was planned"
+            )
+        if self._kind in ("dataset", "named_dataset"):
+            return DatasetRows(open_dataset(self._location, path), self._columns)
+        if self._kind == "parquet":
+            return ParquetRows(self._location, path, self._columns)
+        if self._kind == "csv":
+            return CsvRows(self._location, path, self._columns, schema)
+        is_requests = self._kind == "openai_batch"
+        return LineRows(self._location, path, self._columns, None if is_requests else schema)
 
-
-class _ParquetRows:
-    """A forward cursor over one Parquet file.
-
-    Column chunks are streamed through a small buffer, not mapped or read whole: a row group of
-    several gigabytes then costs a few megabytes, on a network file system too.
-    """
-
-    def __init__(self, path: Path, columns: list[str]) -> None:
-        self._file = pq.ParquetFile(path, buffer_size=_READ_BUFFER_BYTES, pre_buffer=False)
-        self._columns = columns
-        self._position = 0
-        self._batches: Iterator[pa.RecordBatch] | None = None
-        self._rest: pa.RecordBatch | None = None
-
-    def read(self, start: int, stop: int, batch_rows: int) -> Iterator[pa.RecordBatch]:
-        group_start, group = self._row_group_of(start)
-        if self._batches is None or self._position > start or self._position < group_start:
-            groups = list(range(group, self._file.num_row_groups))
-            self._batches = self._file.iter_batches(batch_rows, row_groups=groups, columns=self._columns)
-            self._position, self._rest = group_start, None
-        while self._position < stop:
-            batch = self._rest if self._rest is not None else next(self._batches)
-            first = max(start - self._position, 0)
-            last = min(stop - self._position, batch.num_rows)
-            self._position += min(last, batch.num_rows) if last > 0 else batch.num_rows
-            self._rest = batch.slice(last) if last < batch.num_rows else None
-            if first < last:
-                yield batch.slice(first, last - first)
-
-    def _row_group_of(self, row: int) -> tuple[int, int]:
-        start = 0
-        for group in range(self._file.num_row_groups):
-            num_rows = self._file.metadata.row_group(group).num_rows
-            if row < start + num_rows:
-                return start, group
-            start += num_rows
-        raise ValueError(f"row {row} is past the file's end at {start}")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _DatasetRows:
-    """A dataset saved by Hugging Face ``datasets``, read through its memory map."""
-
-    def __init__(self, path: Path, columns: list[str] | None) -> None:
-        # Imported here: it takes seconds, and only this kind of input needs it.
-        from datasets import load_from_disk
-
-        dataset: Any = load_from_disk(str(path))
-        if columns is not None:
-            dataset = dataset.select_columns(columns)
-        self._dataset: Any = dataset.with_format("arrow")
-        self.num_rows: int = dataset.num_rows
-        self.schema: pa.Schema = dataset.features.arrow_schema
-
-    def read(self, start: int, stop: int, batch_rows: int) -> Iterator[pa.RecordBatch]:
-        for first in range(start, stop, batch_rows):
-            table: pa.Table = self._dataset[first : min(first + batch_rows, stop)]
-            yield from table.to_batches()
-
-    def close(self) -> None:
-        self._dataset = None
+    def _complete(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        if batch.schema.names == self._columns:
+            return batch
+        missing = pa.nulls(batch.num_rows)
+        columns = [batch.column(name) if name in batch.schema.names else missing for name in self._columns]
+        return pa.RecordBatch.from_arrays(columns, names=self._columns)
