@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine import ConfigError, EngineConfig, SamplingParams
+from pipelines.source import FileFormat
 
 DERIVED_KEYS = {"engine.model": "model.path", "engine.seed": "sampling.seed"}
 """Engine fields that a job sets elsewhere, and where."""
@@ -34,10 +35,16 @@ class ModelSection(_Section):
 
 
 class InputSection(_Section):
-    """``path``: a Parquet file, a folder or a glob. ``rows_per_shard`` rows become one output file."""
+    """``path``: a file, a folder, a glob, a URL of these, or ``hf://NAME:SPLIT``.
+
+    ``format`` None goes by the files' names. ``rows_per_shard`` rows become one output file. A file that
+    lacks a column which another has is refused, or has nulls there with ``missing_columns: fill``.
+    """
 
     path: str = Field(min_length=1)
+    format: FileFormat | None = None
     rows_per_shard: int = Field(default=1000, ge=1)
+    missing_columns: Literal["refuse", "fill"] = "refuse"
 
 
 class ChatSection(_Section):
@@ -55,13 +62,14 @@ class ChatSection(_Section):
 
 
 class OutputSection(_Section):
-    """``prefix`` goes before the names of the columns we add.
+    """``columns`` of the input pass through; ``prefix`` goes before the names of the columns we add.
 
     ``max_error_rate`` is judged when every shard is committed, 1.0 never fails a job; more than
     ``max_errors`` error rows stop it at once. ``split_reasoning`` and ``prompt_token_ids`` add columns.
     """
 
     path: str = Field(min_length=1)
+    columns: Literal["all", "none"] | tuple[str, ...] = "all"
     prefix: str = ""
     max_error_rate: float = Field(default=0.05, ge=0.0, le=1.0)
     max_errors: int | None = Field(default=None, ge=0)

@@ -22,6 +22,7 @@ from pipelines.manifest import OutputFolder, replace_durably
 from pipelines.plan import Plan, build_plan
 from pipelines.schema import build_contract
 from pipelines.source import find_input
+from pipelines.source_location import is_url
 
 
 def with_absolute_paths(job: JobConfig) -> JobConfig:
@@ -32,13 +33,26 @@ def with_absolute_paths(job: JobConfig) -> JobConfig:
         update={
             "model": job.model.model_copy(update={"path": model}),
             "engine": replace(job.engine, model=model),
-            "input": job.input.model_copy(update={"path": os.path.abspath(job.input.path)}),
+            "input": job.input.model_copy(update={"path": _absolute(job.input.path)}),
             "output": job.output.model_copy(update={"path": os.path.abspath(job.output.path)}),
             "chat": job.chat.model_copy(
                 update={"template": None if template is None else os.path.abspath(template)}
             ),
         }
     )
+
+
+def _absolute(path: str) -> str:
+    if path.startswith("hf://."):
+        return f"hf://{os.path.abspath(path.removeprefix('hf://'))}"
+    return path if is_url(path) else os.path.abspath(path)
+
+
+def passed_columns(job: JobConfig) -> tuple[str, ...] | None:
+    """The input's columns that pass through; None: all of them."""
+    if isinstance(job.output.columns, str):
+        return None if job.output.columns == "all" else ()
+    return job.output.columns
 
 
 def record_job(folder: OutputFolder, job: JobConfig) -> None:
@@ -70,7 +84,7 @@ def plan_job(job: JobConfig) -> Plan:
     if not (Path(job.model.path) / "config.json").is_file():
         raise ConfigError(f"model.path {job.model.path!r} is not a model folder: it has no config.json")
     renderer = build_job_renderer(job)
-    found = find_input(job.input.path, exclude=job.output.path)
+    found = find_input(job.input.path, format=job.input.format, exclude=job.output.path)
     contract = build_contract(
         [(file.path, schema) for file, schema in zip(found.files, found.schemas, strict=True)],
         prefix=job.output.prefix,
@@ -78,6 +92,9 @@ def plan_job(job: JobConfig) -> Plan:
         has_logprobs=job.sampling.logprobs is not None,
         has_reasoning=job.output.split_reasoning,
         has_prompt_token_ids=job.output.prompt_token_ids,
+        columns=passed_columns(job),
+        fill_missing=job.input.missing_columns == "fill",
+        is_requests=found.kind == "openai_batch",
     )
     renderer.check_column(contract.prompt_column)
     if job.output.split_reasoning:
@@ -95,7 +112,8 @@ def answer_settings(job: JobConfig) -> dict[str, Any]:
     settings |= {
         f"engine.{name}": value for name, value in asdict(job.engine).items() if name not in SPEED_ONLY
     }
-    for name in ("prefix", "split_reasoning", "prompt_token_ids"):
+    settings["input.missing_columns"] = job.input.missing_columns
+    for name in ("columns", "prefix", "split_reasoning", "prompt_token_ids"):
         settings[f"output.{name}"] = getattr(job.output, name)
     return settings
 

@@ -28,6 +28,7 @@ from pipelines.chat import (
     read_tools_prose,
 )
 from pipelines.chat_template import TemplateEncoder, find_template, read_template
+from pipelines.openai_batch import REQUEST_COLUMNS, request_values
 from pipelines.reasoning import ReasoningSplitter
 
 PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
@@ -67,8 +68,10 @@ class PromptRenderer:
 
         ``row`` maps column names to Python values and holds one prompt column; a column named like a
         sampling parameter, or with ``messages`` like a chat option, overrides the job's value where it is
-        not null; other columns are ignored.
+        not null; other columns are ignored. A row of ``REQUEST_COLUMNS`` holds these in its body.
         """
+        if REQUEST_COLUMNS[-1] in row:
+            row = request_values(row)
         present = [column for column in PROMPT_COLUMNS if column in row]
         if len(present) != 1:
             raise ValueError(f"a row needs exactly one of {', '.join(PROMPT_COLUMNS)}, got {present}")
