@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.errors import ConfigError
-from pipelines.manifest import OutputFolder, try_read_commit
+from pipelines.commits import try_read_commit
+from pipelines.manifest import OutputFolder
 from pipelines.plan import Plan
 from pipelines.schema import STATUS_OK
 from pipelines.source import RowReader, Shard
@@ -39,8 +40,11 @@ def sample_committed_rows(
     Only the parts that the sample falls into are read, and of them three columns. Raises
     ``ConfigError`` when no ok row is committed or a part does not hold what it was committed with.
     """
-    num_shards = len(plan.shards)
-    commits = [try_read_commit(folder, plan.fingerprint, index, num_shards) for index in range(num_shards)]
+    if plan.parts.format != "parquet" or plan.parts.url is not None:
+        raise ConfigError(
+            f"output folder {str(folder.path)!r} has no Parquet parts: only those can be read again"
+        )
+    commits = [try_read_commit(folder, plan, shard.index) for shard in plan.shards]
     num_ok = [0 if tally is None else tally.num_ok for tally in commits]
     if not sum(num_ok):
         raise ConfigError(f"output folder {str(folder.path)!r} has no committed row that was answered")
@@ -50,7 +54,7 @@ def sample_committed_rows(
     for shard, count in zip(plan.shards, num_ok, strict=True):
         ordinals = [ordinal - first for ordinal in chosen if first <= ordinal < first + count]
         if ordinals:
-            answered = _read_answered(folder.part_file(shard.index, num_shards), plan, shard, count)
+            answered = _read_answered(folder.part_file(plan.part_name(shard.index)), plan, shard, count)
             sample += [answered[ordinal] for ordinal in ordinals]
         first += count
     return sample, sum(num_ok)

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from engine.api import EngineStats
 from engine.errors import ConfigError
+from pipelines.commits import try_read_commit
 from pipelines.ledger import Lease, LeaseReport, Ledger
-from pipelines.manifest import OutputFolder, Tally, try_read_commit
+from pipelines.manifest import OutputFolder, Tally
 from pipelines.metrics import MetricsListener, RowCounts, RunWatch
 from pipelines.plan import Plan
 from pipelines.report import RunRecord, read_status, write_report
@@ -195,10 +196,8 @@ class Driver:
         return self._num_rows_before + self._ledger.num_ok + self._ledger.num_error
 
     def _read_commits(self) -> dict[int, Tally]:
-        plan, num_shards = self._plan, len(self._plan.shards)
         found = {
-            shard.index: try_read_commit(self._folder, plan.fingerprint, shard.index, num_shards)
-            for shard in plan.shards
+            shard.index: try_read_commit(self._folder, self._plan, shard.index) for shard in self._plan.shards
         }
         return {index: tally for index, tally in found.items() if tally is not None}
 

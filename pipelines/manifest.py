@@ -7,25 +7,19 @@ must not know how rows are answered or who answers them.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from engine.errors import ConfigError
 from pipelines.lengths import add_counts
 from pipelines.plan import Plan, describe_difference
 
 STATE_FOLDER = "_overnight"
-COMMIT_KEY = b"overnight"
-"""Where a part's Parquet footer keeps its commit record: with the rows, in one atomic publish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +132,13 @@ class OutputFolder:
         """What one run measured, a line an interval."""
         return self.metrics / f"{run:06d}.jsonl"
 
-    def part_file(self, shard_index: int, num_shards: int) -> Path:
-        """The one output file of a shard."""
-        return self.path / f"part-{shard_index:05d}-of-{num_shards:05d}.parquet"
+    def commit_file(self, shard_index: int) -> Path:
+        """The commit record of a shard whose part cannot hold it."""
+        return self.state / "commits" / f"{shard_index:05d}.json"
+
+    def part_file(self, name: str) -> Path:
+        """A part of that name."""
+        return self.path / name
 
 
 def load_plan(folder: OutputFolder) -> Plan:
@@ -161,18 +159,32 @@ def check_folder(folder: OutputFolder, plan: Plan) -> None:
         difference = describe_difference(load_plan(folder), plan)
         if difference is not None:
             raise ConfigError(f"output folder {str(folder.path)!r} holds another job: {difference}")
-    num_shards = len(plan.shards)
-    ours = {folder.part_file(index, num_shards).name for index in range(num_shards)} if has_plan else set()
-    for entry in sorted(folder.path.iterdir()) if folder.path.is_dir() else []:
-        if entry.name not in ours and not entry.name.startswith((".", "_")):
-            raise ConfigError(
-                f"output folder {str(folder.path)!r} holds {entry.name!r}, which is not this job's"
-            )
+    ours = set(_part_names(plan)) if has_plan else set()
+    for path in sorted(_visible_files(folder)):
+        if path not in ours:
+            raise ConfigError(f"output folder {str(folder.path)!r} holds {path!r}, which is not this job's")
+
+
+def _part_names(plan: Plan) -> Iterator[str]:
+    if plan.parts.url is None:
+        for shard in plan.shards:
+            yield plan.part_name(shard.index)
+            if plan.parts.format == "openai_batch":
+                yield plan.errors_name(shard.index)
+
+
+def _visible_files(folder: OutputFolder) -> Iterator[str]:
+    """What a plain read of the folder would find, below it too."""
+    for parent, folders, files in os.walk(folder.path):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        for name in files:
+            if not name.startswith((".", "_")):
+                yield (Path(parent) / name).relative_to(folder.path).as_posix()
 
 
 def write_plan(folder: OutputFolder, plan: Plan) -> None:
     """Write the plan if the folder has none; of two writers one wins, and the other must agree with it."""
-    for needed in (folder.runs, folder.journals, folder.temporary):
+    for needed in (folder.runs, folder.journals, folder.temporary, folder.commit_file(0).parent):
         needed.mkdir(parents=True, exist_ok=True)
     temporary = folder.temporary / f"plan-{os.getpid()}-{time.time_ns()}.json"
     write_durably(temporary, plan.to_json().encode())
@@ -273,29 +285,3 @@ def _try_lock(file: IO[bytes], mode: int) -> bool:
         else:
             return True
     return False
-
-
-def commit_metadata(plan_fingerprint: str, shard_index: int, tally: Tally) -> dict[bytes, bytes]:
-    """A part's commit record, for its Parquet footer."""
-    record = {"fingerprint": plan_fingerprint, "shard": shard_index, "tally": asdict(tally)}
-    return {COMMIT_KEY: json.dumps(record).encode()}
-
-
-def try_read_commit(
-    folder: OutputFolder, fingerprint: str, shard_index: int, num_shards: int
-) -> Tally | None:
-    """The tally of a published part; None when the shard is not published.
-
-    Raises ``ConfigError`` when the part's name is taken by a file that this plan did not write.
-    """
-    path = folder.part_file(shard_index, num_shards)
-    try:
-        metadata = pq.read_metadata(path).metadata or {}
-    except FileNotFoundError:
-        return None
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
-    record = json.loads(metadata.get(COMMIT_KEY, b"{}"))
-    if record.get("fingerprint") != fingerprint or record.get("shard") != shard_index:
-        raise ConfigError(f"{str(path)!r} was not written by this job")
-    return Tally(**record["tally"])

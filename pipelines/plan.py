@@ -12,12 +12,30 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, Literal
 
 import pyarrow as pa
 
 from pipelines.schema import ColumnContract
 from pipelines.source import InputFile, InputSet, Shard, SourceKind, plan_shards
+
+PartFormat = Literal["parquet", "jsonl", "openai_batch"]
+PartLayout = Literal["shards", "mirror"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartOptions:
+    """How parts are written.
+
+    ``layout``: one part a shard, or one an input file, under its name. ``row_group_rows`` is the size of a
+    Parquet part's row groups. ``url`` is where parts go; None: into the output folder.
+    """
+
+    format: PartFormat = "parquet"
+    layout: PartLayout = "shards"
+    row_group_rows: int = 10_000
+    url: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +51,29 @@ class Plan:
     rows_per_shard: int
     settings: Mapping[str, Any]
     contract: ColumnContract
+    parts: PartOptions = PartOptions()
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The job's shards in part order."""
+        if self.parts.layout == "mirror":
+            return plan_shards(self.files, max((file.num_rows for file in self.files), default=0) or 1)
         return plan_shards(self.files, self.rows_per_shard)
+
+    def part_name(self, shard_index: int) -> str:
+        """The name of a shard's one part, below where parts lie, with ``/``."""
+        suffix = ".parquet" if self.parts.format == "parquet" else ".jsonl"
+        if self.parts.layout == "mirror":
+            path = self.shards[shard_index].path
+            return path if path.endswith(suffix) else path + suffix
+        return f"part-{shard_index:05d}-of-{len(self.shards):05d}{suffix}"
+
+    def errors_name(self, shard_index: int) -> str:
+        """The name of the file with a shard's failed rows, where the format keeps them apart."""
+        name = PurePosixPath(self.part_name(shard_index))
+        if self.parts.layout == "mirror":
+            return str(name.with_suffix(".errors.jsonl"))
+        return str(name.with_name(name.name.replace("part-", "errors-", 1)))
 
     @property
     def num_rows(self) -> int:
@@ -52,6 +88,7 @@ class Plan:
             self.rows_per_shard,
             dict(self.settings),
             self.contract.to_json(),
+            asdict(self.parts),
         ]
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -66,6 +103,7 @@ class Plan:
                 "kind": self.kind,
                 "rows_per_shard": self.rows_per_shard,
                 "settings": dict(self.settings),
+                "parts": asdict(self.parts),
                 "columns": {
                     "passed": _schema_to_text(contract.passed),
                     "answered": _schema_to_text(contract.answered),
@@ -90,6 +128,7 @@ class Plan:
             files=tuple(InputFile(**file) for file in tree["files"]),
             rows_per_shard=tree["rows_per_shard"],
             settings=tree["settings"],
+            parts=PartOptions(**tree["parts"]),
             contract=ColumnContract(
                 passed=_schema_from_text(columns["passed"]),
                 answered=_schema_from_text(columns["answered"]),
@@ -110,7 +149,12 @@ def _schema_from_text(text: str) -> pa.Schema:
 
 
 def build_plan(
-    found: InputSet, contract: ColumnContract, *, rows_per_shard: int, settings: Mapping[str, Any]
+    found: InputSet,
+    contract: ColumnContract,
+    *,
+    rows_per_shard: int,
+    settings: Mapping[str, Any],
+    parts: PartOptions = PartOptions(),
 ) -> Plan:
     """The plan of a job over ``found``."""
     # Once through JSON, so that a plan compares equal to itself read back (tuples become lists).
@@ -122,6 +166,7 @@ def build_plan(
         rows_per_shard=rows_per_shard,
         settings=plain,
         contract=contract,
+        parts=parts,
     )
 
 
@@ -133,6 +178,12 @@ def describe_difference(old: Plan, new: Plan) -> str | None:
             return f"{name} was {json.dumps(before)} and is now {json.dumps(after)}"
     if old.rows_per_shard != new.rows_per_shard:
         return f"input.rows_per_shard was {old.rows_per_shard} and is now {new.rows_per_shard}"
+    for name in ("format", "layout", "row_group_rows"):
+        before, after = getattr(old.parts, name), getattr(new.parts, name)
+        if before != after:
+            return f"output.{name} was {before!r} and is now {after!r}"
+    if old.parts.url != new.parts.url:
+        return f"output.path was {old.parts.url!r} and is now {new.parts.url!r}"
     before_files = {file.path: file for file in old.files}
     after_files = {file.path: file for file in new.files}
     for path in sorted({*before_files, *after_files}):

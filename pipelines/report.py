@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipelines.commits import try_read_commit
 from pipelines.manifest import (
     OutputFolder,
     Tally,
     is_driver_alive,
     load_plan,
     replace_durably,
-    try_read_commit,
 )
 from pipelines.sink import count_rows, read_shard_rows
 
@@ -174,11 +174,11 @@ def read_status(output_dir: str | Path) -> JobStatus:
     plan = load_plan(folder)
     tally, num_shards_committed, num_rows_committed = Tally(), 0, 0
     for shard in plan.shards:
-        committed = try_read_commit(folder, plan.fingerprint, shard.index, len(plan.shards))
+        committed = try_read_commit(folder, plan, shard.index)
         if committed is None and folder.shard_journals(shard.index).is_dir():
             journaled = count_rows(read_shard_rows(folder, plan, shard.index))
             # Published while its journals were read, maybe: then they were going away.
-            committed = try_read_commit(folder, plan.fingerprint, shard.index, len(plan.shards))
+            committed = try_read_commit(folder, plan, shard.index)
             tally += journaled if committed is None else Tally()
         if committed is not None:
             tally += committed

@@ -21,21 +21,17 @@ from types import TracebackType
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from pipelines.column_types import conform
+from pipelines.commits import commit_metadata, is_in_footer, publish_files, try_read_commit
 from pipelines.lengths import count_lengths
-from pipelines.manifest import (
-    OutputFolder,
-    Tally,
-    commit_metadata,
-    sync_folder,
-    try_link,
-    try_read_commit,
-)
+from pipelines.manifest import OutputFolder, Tally, sync_folder, try_link
+from pipelines.part_writer import write_jsonl, write_parquet, write_responses
 from pipelines.plan import Plan
 from pipelines.schema import NUM_PREEMPTIONS, ROW, STATUS_OK, STRING, FinishedRow
 from pipelines.source import RowReader, Shard
 
+_BATCH_ROWS = 1024
 _FRAME = struct.Struct("<IIc")
 _HEADER, _STARTED, _FINISHED = b"H", b"S", b"F"
 
@@ -171,11 +167,10 @@ def _records(plan: Plan, path: Path) -> Iterator[tuple[bytes, bytes]]:
 def publish_shard(folder: OutputFolder, plan: Plan, shard: Shard, reader: RowReader, attempt: str) -> Tally:
     """Assemble a shard's part in input order and give it its name; returns the published part's tally.
 
-    ``reader`` yields the pass-through columns. ``attempt`` names the temporary file and must be unique.
+    ``reader`` yields the pass-through columns. ``attempt`` names the temporary files and must be unique.
     If somebody published the shard already, theirs stands and its tally is returned.
     """
-    num_shards = len(plan.shards)
-    published = try_read_commit(folder, plan.fingerprint, shard.index, num_shards)
+    published = try_read_commit(folder, plan, shard.index)
     if published is not None:
         return published
     answers = read_shard_rows(folder, plan, shard.index)
@@ -183,34 +178,73 @@ def publish_shard(folder: OutputFolder, plan: Plan, shard: Shard, reader: RowRea
         f"shard {shard.index} is not finished"
     )
     tally = count_rows(answers)
-    final = folder.part_file(shard.index, num_shards)
+    batches = _assemble(plan, shard, reader, answers)
+    if is_in_footer(plan):
+        return _publish_parquet(folder, plan, shard, batches, tally, attempt)
+    name = plan.part_name(shard.index)
+    files = {name: f"{shard.index:05d}.{attempt}"}
+    path = folder.temporary / files[name]
+    if plan.parts.format == "parquet":
+        write_parquet(path, _part_schema(plan, shard, tally), batches, plan.parts.row_group_rows)
+    elif plan.parts.format == "jsonl":
+        write_jsonl(path, batches)
+    else:
+        errors = f"{files[name]}.errors"
+        model = str(plan.settings.get("model.name", ""))
+        write_responses(path, folder.temporary / errors, batches, prefix=plan.contract.prefix, model=model)
+        if tally.num_error:
+            files = {plan.errors_name(shard.index): errors, **files}
+        else:
+            (folder.temporary / errors).unlink()
+    return publish_files(folder, plan, shard.index, tally, files)
+
+
+def _publish_parquet(
+    folder: OutputFolder,
+    plan: Plan,
+    shard: Shard,
+    batches: Iterator[pa.RecordBatch],
+    tally: Tally,
+    attempt: str,
+) -> Tally:
+    """The part's footer is its commit record: one link publishes both."""
+    final = folder.part_file(plan.part_name(shard.index))
+    final.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.temporary / f"{final.name}.{attempt}"
-    metadata = commit_metadata(plan.fingerprint, shard.index, tally)
-    with open(temporary, "xb") as file:
-        schema = plan.contract.output.with_metadata(metadata)
-        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-            for batch in _assemble(plan, shard, reader, answers):
-                writer.write_batch(batch)
-        file.flush()
-        os.fsync(file.fileno())
+    write_parquet(temporary, _part_schema(plan, shard, tally), batches, plan.parts.row_group_rows)
     if try_link(temporary, final):
         return tally
-    published = try_read_commit(folder, plan.fingerprint, shard.index, num_shards)
+    published = try_read_commit(folder, plan, shard.index)
     assert published is not None, f"{final} vanished"
     return published
+
+
+def _part_schema(plan: Plan, shard: Shard, tally: Tally) -> pa.Schema:
+    schema = plan.contract.output
+    return schema.with_metadata({**(schema.metadata or {}), **commit_metadata(plan, shard.index, tally)})
 
 
 def _assemble(plan: Plan, shard: Shard, reader: RowReader, answers: pa.Table) -> Iterator[pa.RecordBatch]:
     contract = plan.contract
     row = 0
-    for batch in reader.read(shard.path, shard.start, shard.stop):
-        passed = batch.select(contract.passed.names).cast(contract.passed)
-        part = answers.slice(row, batch.num_rows).drop_columns([ROW, NUM_PREEMPTIONS]).combine_chunks()
-        ids = pa.array([shard.row_id(row + i) for i in range(batch.num_rows)], STRING)
+    for passed in _read_passed(plan, shard, reader):
+        part = answers.slice(row, passed.num_rows).drop_columns([ROW, NUM_PREEMPTIONS]).combine_chunks()
+        ids = pa.array([shard.row_id(row + i) for i in range(passed.num_rows)], STRING)
         ours = [column.combine_chunks() for column in part.columns]
-        arrays = [*passed.columns, ids, *(_as_array(column) for column in ours)]
+        arrays = [*conform(passed, contract.passed), ids, *(_as_array(column) for column in ours)]
         yield pa.RecordBatch.from_arrays(arrays, schema=contract.output)
-        row += batch.num_rows
+        row += passed.num_rows
+
+
+def _read_passed(plan: Plan, shard: Shard, reader: RowReader) -> Iterator[pa.RecordBatch]:
+    """The shard's pass-through columns; the input is not read where there are none."""
+    if plan.contract.passed.names:
+        yield from reader.read(shard.path, shard.start, shard.stop)
+        return
+    nothing = pa.array([{}] * _BATCH_ROWS, pa.struct([]))
+    for start in range(0, shard.num_rows, _BATCH_ROWS):
+        num_rows = min(_BATCH_ROWS, shard.num_rows - start)
+        yield pa.RecordBatch.from_struct_array(nothing.slice(0, num_rows))
 
 
 def _as_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:

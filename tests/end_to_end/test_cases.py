@@ -58,7 +58,8 @@ def test_c01_repeated_prompts_do_not_vanish_on_resume(tmp_path: Path, folder: Ou
 def test_c02b_an_actor_lost_after_its_part_was_published(tmp_path: Path, folder: OutputFolder) -> None:
     prompts = random_prompts(random.Random(1), 400)
     write_prompts(tmp_path / "in.parquet", prompts)
-    driver, fleet = start_run(folder, make_plan(tmp_path / "in.parquet", 100), num_slots=2)
+    plan = make_plan(tmp_path / "in.parquet", 100)
+    driver, fleet = start_run(folder, plan, num_slots=2)
     wait = fleet.wait
     killed_on: list[int] = []
 
@@ -69,7 +70,7 @@ def test_c02b_an_actor_lost_after_its_part_was_published(tmp_path: Path, folder:
             if published and not killed_on:
                 # The part is there, the driver has not heard of it, and never will from this rank.
                 killed_on.append(published[0][0])
-                assert folder.part_file(published[0][0], 4).exists()
+                assert folder.part_file(plan.part_name(published[0][0])).exists()
                 events.append((slot, RankDied("killed by the test")))
             else:
                 events.append((slot, event))

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine import ConfigError
+from pipelines.commits import try_read_commit
 from pipelines.manifest import (
     DriverLock,
     OutputFolder,
@@ -19,7 +20,6 @@ from pipelines.manifest import (
     claim_run,
     is_driver_alive,
     load_plan,
-    try_read_commit,
     write_plan,
 )
 from pipelines.plan import Plan
@@ -87,10 +87,10 @@ def test_a_folder_with_other_files_is_refused(folder: OutputFolder, source: Path
 def test_a_part_of_another_job_is_refused(folder: OutputFolder, source: Path) -> None:
     plan = make_plan(source)
     write_plan(folder, plan)
-    assert try_read_commit(folder, plan.fingerprint, 0, 1) is None
-    pq.write_table(pa.table({"a": [1]}), folder.part_file(0, 1))
+    assert try_read_commit(folder, plan, 0) is None
+    pq.write_table(pa.table({"a": [1]}), folder.part_file(plan.part_name(0)))
     with pytest.raises(ConfigError, match="was not written by this job"):
-        try_read_commit(folder, plan.fingerprint, 0, 1)
+        try_read_commit(folder, plan, 0)
 
 
 def test_run_numbers_never_come_again(folder: OutputFolder, source: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_part_is_in_input_order_with_every_column(folder: OutputFolder, plan: 
     with JournalWriter(folder, plan, 0, 1, 2) as journal:
         journal.finish([answer(row, f"b{row}") for row in (3, 2, 0, 4)])
     tally = publish_shard(folder, plan, plan.shards[0], reader(plan), "x")
-    part = pq.read_table(folder.part_file(0, 1))
+    part = pq.read_table(folder.part_file(plan.part_name(0)))
     assert part.schema == plan.contract.output
     assert part.column("tag").to_pylist() == [f"t{i}" for i in range(6)]
     assert part.column("row_id").to_pylist() == [f"in.parquet#{i}" for i in range(6)]
@@ -132,9 +132,9 @@ def test_a_late_publisher_changes_nothing(
 
     monkeypatch.setattr(os, "link", link_second)
     tally = publish_shard(folder, plan, plan.shards[0], reader(plan), "x")
-    inode = folder.part_file(0, 1).stat().st_ino
+    inode = folder.part_file(plan.part_name(0)).stat().st_ino
     assert publish_shard(folder, plan, plan.shards[0], reader(plan), "y") == tally
-    assert folder.part_file(0, 1).stat().st_ino == inode
+    assert folder.part_file(plan.part_name(0)).stat().st_ino == inode
     assert [p.name for p in folder.path.glob("*.parquet")] == ["part-00000-of-00001.parquet"]
     assert not list(folder.temporary.iterdir())
 
@@ -152,5 +152,5 @@ def test_an_empty_shard_is_an_empty_part(tmp_path: Path, folder: OutputFolder) -
     plan = make_plan(tmp_path / "empty.parquet")
     write_plan(folder, plan)
     tally = publish_shard(folder, plan, plan.shards[0], reader(plan), "x")
-    part = pq.read_table(folder.part_file(0, 1))
+    part = pq.read_table(folder.part_file(plan.part_name(0)))
     assert (part.num_rows, part.schema, tally.num_rows) == (0, plan.contract.output, 0)
