@@ -9,36 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.number_formats.kernel import e2m1_values, e4m3_values, e8m0_values, scale_groups
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _e2m1_values(codes):
-    """4-bit codes (int32) -> fp32."""
-    magnitude = codes & 7
-    normal = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal.to(tl.float32, bitcast=True))
-    return tl.where(codes >= 8, -value, value)
-
-
-@triton.jit
-def _e4m3_values(codes):
-    """Bytes of e4m3 in any integer type -> fp32."""
-    return codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _e8m0_values(exponents):
-    """Bytes -> powers of two in fp32; byte 0 is 2^-127."""
-    bits = exponents.to(tl.int32) << 23
-    return tl.where(exponents == 0, 0x400000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scaled(values, scales, BLOCK_KEYS: tl.constexpr, BLOCK_HALF: tl.constexpr, GROUP: tl.constexpr):
-    """Multiply runs of GROUP channels by their scale: [BLOCK_KEYS, BLOCK_HALF / GROUP]."""
-    grouped = tl.reshape(values, [BLOCK_KEYS, BLOCK_HALF // GROUP, GROUP])
-    return tl.reshape(grouped * scales[:, :, None], [BLOCK_KEYS, BLOCK_HALF])
 
 
 @triton.jit
@@ -50,13 +23,19 @@ def _load_window_keys(
     pair = tl.arange(0, BLOCK_HALF)
     is_in = is_valid[:, None] & (pair < HEAD_DIM // 2)[None, :]
     if IS_PACKED:
-        bytes_ptr = rows_ptr.to(tl.pointer_type(tl.uint16))
-        packed = tl.load(bytes_ptr[:, None] + pair[None, :], mask=is_in, other=0)
+        if HEAD_DIM % 64 == 0:
+            pairs_ptr = rows_ptr.to(tl.pointer_type(tl.uint16))
+            packed = tl.load(pairs_ptr[:, None] + pair[None, :], mask=is_in, other=0).to(tl.int32)
+        else:
+            # Rows of an odd number of bytes: a pair may lie across a 2-byte boundary.
+            low = tl.load(rows_ptr[:, None] + 2 * pair[None, :], mask=is_in, other=0).to(tl.int32)
+            high = tl.load(rows_ptr[:, None] + 2 * pair[None, :] + 1, mask=is_in, other=0).to(tl.int32)
+            packed = low | (high << 8)
         group = tl.arange(0, BLOCK_HALF // 16)
         is_group = is_valid[:, None] & (group < HEAD_DIM // 32)[None, :]
-        scales = _e8m0_values(tl.load(rows_ptr[:, None] + HEAD_DIM + group[None, :], mask=is_group, other=127))
-        even = _scaled(_e4m3_values(packed & 0xFF), scales, BLOCK_KEYS, BLOCK_HALF, 16)
-        odd = _scaled(_e4m3_values(packed >> 8), scales, BLOCK_KEYS, BLOCK_HALF, 16)
+        scales = e8m0_values(tl.load(rows_ptr[:, None] + HEAD_DIM + group[None, :], mask=is_group, other=127))
+        even = scale_groups(e4m3_values(packed & 0xFF), scales, BLOCK_KEYS, BLOCK_HALF, 16)
+        odd = scale_groups(e4m3_values(packed >> 8), scales, BLOCK_KEYS, BLOCK_HALF, 16)
     else:
         even = tl.load(rows_ptr[:, None] + 2 * pair[None, :], mask=is_in, other=0.0).to(tl.float32)
         odd = tl.load(rows_ptr[:, None] + 2 * pair[None, :] + 1, mask=is_in, other=0.0).to(tl.float32)
@@ -75,9 +54,9 @@ def _load_entries(
         packed = tl.load(rows_ptr[:, None] + pair[None, :], mask=is_in, other=0).to(tl.int32)
         group = tl.arange(0, BLOCK_HALF // 8)
         is_group = is_valid[:, None] & (group < HEAD_DIM // 16)[None, :]
-        scales = _e4m3_values(tl.load(rows_ptr[:, None] + HEAD_DIM // 2 + group[None, :], mask=is_group, other=0))
-        even = _scaled(_e2m1_values(packed & 15), scales, BLOCK_KEYS, BLOCK_HALF, 8)
-        odd = _scaled(_e2m1_values(packed >> 4), scales, BLOCK_KEYS, BLOCK_HALF, 8)
+        scales = e4m3_values(tl.load(rows_ptr[:, None] + HEAD_DIM // 2 + group[None, :], mask=is_group, other=0))
+        even = scale_groups(e2m1_values(packed & 15), scales, BLOCK_KEYS, BLOCK_HALF, 8)
+        odd = scale_groups(e2m1_values(packed >> 4), scales, BLOCK_KEYS, BLOCK_HALF, 8)
     else:
         even = tl.load(rows_ptr[:, None] + 2 * pair[None, :], mask=is_in, other=0.0).to(tl.float32)
         odd = tl.load(rows_ptr[:, None] + 2 * pair[None, :] + 1, mask=is_in, other=0.0).to(tl.float32)
@@ -140,10 +119,10 @@ def paged_sparse_attention_kernel(
             q_even, q_odd, even, odd, key >= 0, scale_log2, peak, total, acc_even, acc_odd, PRECISION
         )
     if NUM_SELECTED > 0:
-        place = tl.arange(0, BLOCK_SELECTED)
-        slots = tl.load(slots_ptr + row * NUM_SELECTED + place, mask=place < NUM_SELECTED, other=-1)
+        every = tl.arange(0, BLOCK_SELECTED)
+        slots = tl.load(slots_ptr + row * NUM_SELECTED + every, mask=every < NUM_SELECTED, other=-1)
         # Tiles behind the last valid slot are left out: they would change no bit.
-        end = tl.max(tl.where(slots >= 0, place + 1, 0), 0)
+        end = tl.max(tl.where(slots >= 0, every + 1, 0), 0)
         for start in tl.range(0, end, BLOCK_KEYS):
             place = start + tl.arange(0, BLOCK_KEYS)
             slot = tl.load(slots_ptr + row * NUM_SELECTED + place, mask=place < NUM_SELECTED, other=-1).to(tl.int64)
