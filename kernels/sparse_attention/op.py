@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from kernels.argument_checks import FLOATS, INDICES, expect_output, expect_tensor
+from kernels.sparse_attention.hopper import HALF, HEADS, KEYS, hopper_attention_kernel
 from kernels.sparse_attention.kernel import LOG2_E, paged_sparse_attention_kernel, selection_slots_kernel
 
 
@@ -32,6 +33,18 @@ def choose_config(num_heads: int, head_dim: int, dtype: torch.dtype) -> Attentio
         return AttentionConfig(16, 32, 4, 1)
     is_wide = head_dim > 128
     return AttentionConfig(block_heads, 64, 8 if is_wide else 4, 1)
+
+
+def runs_on_hopper_kernel(
+    num_heads: int, head_dim: int, window: int, dtype: torch.dtype, *, is_packed: bool, capability: tuple[int, int]
+) -> bool:
+    """Whether the shape is the release's and the device has the instructions; nothing else decides."""
+    is_shape = num_heads == HEADS.value and head_dim == 2 * HALF.value and window % KEYS.value == 0 and window > 0
+    return is_shape and is_packed and dtype == torch.bfloat16 and capability == (9, 0)
+
+
+def _capability(x: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
 
 
 def paged_sparse_attention(
@@ -55,7 +68,7 @@ def paged_sparse_attention(
         ring: [num_ring_rows, window_width], the layer's rings of all sequences. uint8: head_dim e4m3 values,
             then an e8m0 scale per 32; else the dtype of ``q`` and window_width = head_dim.
         chunk: [num_chunk_rows, window_width], the step's own rows in the format of ``ring``.
-        window_rows: [num_rows, window] int32 or int64, rows of ``cat(ring, chunk)``, positions ascending; -1 is none.
+        window_rows: [num_rows, window] int32, rows of ``cat(ring, chunk)``, positions ascending; -1 is none.
         entries: [num_slots, entry_width], the pool. uint8: head_dim e2m1 nibbles (even channel low), then
             an e4m3 scale per 16; else the dtype of ``q`` and entry_width = head_dim. None without selection.
         slots: [num_rows, num_selected] int32 slots of ``entries``, entry numbers ascending; -1 is none. None without.
@@ -75,6 +88,8 @@ def paged_sparse_attention(
     num_rows, num_heads, head_dim = q.shape
     if head_dim % 32:
         raise ValueError(f"q: expected a head_dim that is a multiple of 32, got {head_dim}")
+    if q.stride(0) % 8:
+        raise ValueError(f"q: expected a row stride that is a multiple of 8, got {q.stride(0)}")
     if q.stride(1) != head_dim:
         raise ValueError(f"q: expected heads side by side (stride {head_dim}), got stride {q.stride(1)}")
     is_packed = ring.dtype == torch.uint8
@@ -83,7 +98,7 @@ def paged_sparse_attention(
     entry_width = head_dim // 2 + head_dim // 16 if is_packed else head_dim
     expect_tensor("ring", ring, (None, window_width), (store_dtype,), like=q)
     expect_tensor("chunk", chunk, (None, window_width), (store_dtype,), like=q)
-    expect_tensor("window_rows", window_rows, (num_rows, None), INDICES, like=q)
+    expect_tensor("window_rows", window_rows, (num_rows, None), (torch.int32,), like=q)
     if (entries is None) != (slots is None):
         raise ValueError(f"slots: expected with entries alone, got entries {entries is not None}, slots {slots is not None}")
     if entries is not None and slots is not None:
@@ -96,21 +111,35 @@ def paged_sparse_attention(
     if 2 * rope_half > head_dim:
         raise ValueError(f"cos: expected at most {head_dim // 2} angles, got {rope_half}")
     out = expect_output("out", out, (num_rows, num_heads, head_dim), q.dtype, q)
-    if out.stride(1) != head_dim:
-        raise ValueError(f"out: expected heads side by side (stride {head_dim}), got stride {out.stride(1)}")
+    if out.stride(0) % 8 or out.stride(1) != head_dim:
+        raise ValueError(f"out: expected strides (a multiple of 8, {head_dim}, 1), got {out.stride()}")
     if num_rows == 0:
         return out
-    config = choose_config(num_heads, head_dim, q.dtype)
     num_selected = 0 if slots is None else slots.shape[1]
+    block_selected = triton.next_power_of_2(max(num_selected, 1))
+    window = window_rows.shape[1]
+    entries = ring if entries is None else entries
+    slots = window_rows if slots is None else slots
+    scale_log2 = scale * LOG2_E.value
+    if runs_on_hopper_kernel(
+        num_heads, head_dim, window, q.dtype, is_packed=is_packed, capability=_capability(q)
+    ):
+        hopper_attention_kernel[(num_rows,)](
+            q.view(torch.int32), ring, chunk, window_rows, entries, slots, sink, cos, sin, out.view(torch.int32),
+            ring.shape[0], scale_log2, q.stride(0) // 2, out.stride(0) // 2,
+            NUM_SELECTED=num_selected, BLOCK_SELECTED=block_selected, WINDOW_TILES=window // KEYS.value,
+            ROPE_HALF=rope_half, num_warps=8,
+        )  # fmt: skip
+        return out
+    config = choose_config(num_heads, head_dim, q.dtype)
     paged_sparse_attention_kernel[(num_rows, triton.cdiv(num_heads, config.block_heads))](
-        q, ring, chunk, window_rows, ring if entries is None else entries, window_rows if slots is None else slots,
-        sink, cos, sin, out,
-        ring.shape[0], scale * LOG2_E.value,
+        q, ring, chunk, window_rows, entries, slots, sink, cos, sin, out,
+        ring.shape[0], scale_log2,
         q.stride(0), out.stride(0),
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, ROPE_HALF=rope_half,
-        WINDOW=window_rows.shape[1], NUM_SELECTED=num_selected, WINDOW_WIDTH=window_width, ENTRY_WIDTH=entry_width,
+        WINDOW=window, NUM_SELECTED=num_selected, WINDOW_WIDTH=window_width, ENTRY_WIDTH=entry_width,
         BLOCK_HEADS=config.block_heads, BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        BLOCK_KEYS=config.block_keys, BLOCK_SELECTED=triton.next_power_of_2(max(num_selected, 1)),
+        BLOCK_KEYS=config.block_keys, BLOCK_SELECTED=block_selected,
         IS_PACKED=is_packed, PRECISION="ieee",
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
