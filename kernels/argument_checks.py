@@ -46,7 +46,9 @@ def expect_tensor(
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
 
 
-def expect_output(name: str, x: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+def expect_output(
+    name: str, x: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor
+) -> Tensor:
     """``x`` when it is as documented (rows may lie apart), a new tensor when it is None."""
     if x is None:
         return torch.empty(tuple(shape), dtype=dtype, device=like.device)

@@ -48,7 +48,9 @@ def store_ops() -> dict[str, tuple[int, object]]:
 def engram_ops() -> dict[str, tuple[int, object]]:
     g = torch.Generator("cuda").manual_seed(0)
     num_table_rows = 20_000_000
-    table = torch.randint(0, 120, (num_table_rows, 256), device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn)
+    table = torch.randint(0, 120, (num_table_rows, 256), device="cuda", dtype=torch.uint8).view(
+        torch.float8_e4m3fn
+    )
     scale = torch.randint(110, 130, (num_table_rows, 8), device="cuda", dtype=torch.uint8)
     rows = torch.randint(0, num_table_rows, (NUM_ROWS, 24), device="cuda", generator=g)
     gathered = torch.empty(NUM_ROWS, 24 * 256, device="cuda", dtype=torch.bfloat16)

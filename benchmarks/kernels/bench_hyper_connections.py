@@ -1,7 +1,8 @@
 """Hyper-connections at the release's shape, 4,096 rows x 4 streams x 5,120, against their byte floors.
 
-The contract comes first: nothing is timed when a gate is red. The floor is each byte once at the measured rate of a
-large copy in the same process. Run from the root: ``python -m benchmarks.kernels.bench_hyper_connections``.
+The contract comes first: nothing is timed when a gate is red. The floor is each byte once at the measured
+rate of a large copy in the same process. Run from the root:
+``python -m benchmarks.kernels.bench_hyper_connections``.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ def measure(num_rows: int, rate: float) -> dict[str, dict[str, float]]:
     ops = {
         "rms_norm": (2 * row, lambda: rms_norm(i["y"], i["norm_weight"], eps=1e-20, out=x)),
         "mix": (streams, lambda: mix_streams(i["streams"], *weights, **OPTIONS, out=mix)),
-        "collapse_norm": (streams + row, lambda: collapse_norm(i["streams"], i["pre"], i["norm_weight"], eps=1e-20, out=x)),
-        "expand": (2 * streams + row, lambda: expand_streams(i["y"], i["streams"], i["post"], i["comb"], out=out)),
+        "collapse_norm": (streams + row, lambda: collapse_norm(
+            i["streams"], i["pre"], i["norm_weight"], eps=1e-20, out=x)),
+        "expand": (2 * streams + row, lambda: expand_streams(
+            i["y"], i["streams"], i["post"], i["comb"], out=out)),
         "read": (streams + row, lambda: read_streams(
             i["streams"], i["pre"], i["norm_weight"], *weights, **OPTIONS, out_x=x, out_mix=mix)),
         "update": (2 * streams + 2 * row, lambda: update_streams(

@@ -1,7 +1,8 @@
-"""Attention at the release's shape: 4,096 rows of 64 heads x 512 over 128 window rows and 512 of 131,072 entries.
+"""Attention at the release's shape: 4,096 rows, 64 heads x 512, 128 window rows and 512 of 131,072 entries.
 
-The contract comes first: nothing is timed when a gate is red. FlashMLA, where ``FLASHMLA_C`` names its library,
-reads the same keys already widened to bfloat16. Run from the root: ``python -m benchmarks.kernels.bench_sparse_attention``.
+The contract comes first: nothing is timed when a gate is red. FlashMLA, where ``FLASHMLA_C`` names its
+library, reads the same keys already widened to bfloat16. Run from the root:
+``python -m benchmarks.kernels.bench_sparse_attention``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ SHAPE = {"num_heads": 64, "head_dim": 512, "window": 128, "dtype": torch.bfloat1
 
 def time_ours(num_rows: int, num_slots: int, num_selected: int) -> float:
     inputs = attention_inputs(
-        0, torch.device("cuda"), num_rows=num_rows, num_slots=num_slots, num_selected=num_selected, is_full=True, **SHAPE
+        0,
+        torch.device("cuda"),
+        num_rows=num_rows,
+        num_slots=num_slots,
+        num_selected=num_selected,
+        is_full=True,
+        **SHAPE,
     )
     out = torch.empty_like(inputs["q"])
     return sustained_ms(lambda: paged_sparse_attention(**inputs, out=out))
@@ -35,7 +42,13 @@ def time_flashmla(num_rows: int, num_slots: int, num_selected: int) -> float | N
         return None
     torch.ops.load_library(library)
     i = attention_inputs(
-        0, torch.device("cuda"), num_rows=num_rows, num_slots=num_slots, num_selected=num_selected, is_full=True, **SHAPE
+        0,
+        torch.device("cuda"),
+        num_rows=num_rows,
+        num_slots=num_slots,
+        num_selected=num_selected,
+        is_full=True,
+        **SHAPE,
     )
     window = unpack_fp8(torch.cat([i["ring"], i["chunk"]])).bfloat16()
     table = torch.cat([window, unpack_fp4_entry(i["entries"]).bfloat16()])[:, None].contiguous()
@@ -58,7 +71,16 @@ def main() -> None:
     }
     for name, value in results.items():
         print(f"{name:32} {value if value is None else round(value, 4)}")
-    print(json.dumps({"op": "sparse_attention", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "ms": results}))
+    print(
+        json.dumps(
+            {
+                "op": "sparse_attention",
+                "gpu": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "ms": results,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

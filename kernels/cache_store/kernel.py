@@ -1,4 +1,4 @@
-"""Device code of what enters the caches: pool a group, normalise, rotate, quantise, store. One program, a few rows.
+"""Device code of what enters the caches: pool a group, normalise, rotate, quantise, store.
 
 Every intermediate is rounded to the engine's dtype where separate ops would round it.
 """
@@ -29,7 +29,15 @@ def _load_pair(ptr, rows, is_in, pair):
 
 @triton.jit
 def _pool_pair(
-    source_ptr, open_ptr, group_rows_ptr, row, is_in, pair, num_open_rows, DIM: tl.constexpr, RATIO: tl.constexpr
+    source_ptr,
+    open_ptr,
+    group_rows_ptr,
+    row,
+    is_in,
+    pair,
+    num_open_rows,
+    DIM: tl.constexpr,
+    RATIO: tl.constexpr,
 ):
     """Per channel, the gates' softmax over the group's tokens, applied to the keys; tokens ascending."""
     peak_even = tl.full(is_in.shape, float("-inf"), tl.float32)
@@ -68,13 +76,18 @@ def _load_token(
     """Keys (part 0) or gates (part 1) of one token of each group, from the open groups or the step's rows."""
     at = tl.load(group_rows_ptr + row * RATIO + token).to(tl.int64)
     is_open = at < num_open_rows
-    ptr = tl.where(is_open, open_ptr + at * (2 * DIM), source_ptr + (at - num_open_rows) * (2 * DIM)) + part * DIM
+    ptr = (
+        tl.where(is_open, open_ptr + at * (2 * DIM), source_ptr + (at - num_open_rows) * (2 * DIM))
+        + part * DIM
+    )
     ptrs = ptr[:, None] + 2 * pair[None, :]
     return tl.load(ptrs, mask=is_in, other=0.0), tl.load(ptrs + 1, mask=is_in, other=0.0)
 
 
 @triton.jit
-def _store_window(ptr, row_start, is_in, is_row, even, odd, pair, DIM: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
+def _store_window(
+    ptr, row_start, is_in, is_row, even, odd, pair, DIM: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
+):
     """e4m3 values, then an e8m0 scale per 32 channels."""
     amax = tl.maximum(group_maxima(even, odd, ROWS, HALF, 16), 1e-4)
     exponent = ceil_power_of_two(amax * (1.0 / 448.0))
@@ -96,7 +109,9 @@ def _store_window(ptr, row_start, is_in, is_row, even, odd, pair, DIM: tl.conste
 
 
 @triton.jit
-def _store_entry(ptr, row_start, is_in, is_row, even, odd, pair, DIM: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
+def _store_entry(
+    ptr, row_start, is_in, is_row, even, odd, pair, DIM: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
+):
     """e2m1 nibbles, the even channel low, then an e4m3 scale per 16 channels."""
     amax = tl.maximum(group_maxima(even, odd, ROWS, HALF, 8), 6.0 * 2.0**-9)
     scale_code = e4m3_codes(tl.minimum(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), 448.0))
@@ -144,10 +159,11 @@ def _store_rows(
 
 @triton.jit
 def cache_store_kernel(
-    source_ptr, open_ptr, group_rows_ptr, weight_ptr, cos_ptr, sin_ptr, slots_ptr, pool_ptr, packed_ptr, normed_ptr,
+    source_ptr, open_ptr, group_rows_ptr, weight_ptr, cos_ptr, sin_ptr, slots_ptr,
+    pool_ptr, packed_ptr, normed_ptr,
     num_rows, num_open_rows, stride_source_row, eps,
-    DIM: tl.constexpr, ROPE_HALF: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, FORMAT: tl.constexpr,
-    HAS_POOL: tl.constexpr, HAS_PACKED: tl.constexpr, HAS_NORMED: tl.constexpr,
+    DIM: tl.constexpr, ROPE_HALF: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_POOL: tl.constexpr, HAS_PACKED: tl.constexpr, HAS_NORMED: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, IS_BF16: tl.constexpr,
 ):  # fmt: skip
     """RATIO 0 gathers nothing, 1 takes one source row a group, more pool keys by their gates."""
@@ -190,19 +206,31 @@ def cache_store_kernel(
 
     if HAS_PACKED:
         _store_rows(
-            packed_ptr, safe_row * WIDTH, is_in, is_row, turned_even, turned_odd, pair, FORMAT, DIM, ROWS, HALF
+            packed_ptr,
+            safe_row * WIDTH,
+            is_in,
+            is_row,
+            turned_even,
+            turned_odd,
+            pair,
+            FORMAT,
+            DIM,
+            ROWS,
+            HALF,
         )
     if HAS_POOL:
         slot = tl.load(slots_ptr + safe_row).to(tl.int64)
         is_kept = is_row & (slot >= 0)
         _store_rows(
-            pool_ptr, slot * WIDTH, is_kept[:, None] & is_channel[None, :], is_kept, turned_even, turned_odd, pair,
-            FORMAT, DIM, ROWS, HALF,
+            pool_ptr, slot * WIDTH, is_kept[:, None] & is_channel[None, :], is_kept,
+            turned_even, turned_odd, pair, FORMAT, DIM, ROWS, HALF,
         )  # fmt: skip
 
 
 @triton.jit
-def copy_rows_kernel(source_ptr, target_ptr, sources_ptr, targets_ptr, NUM_WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def copy_rows_kernel(
+    source_ptr, target_ptr, sources_ptr, targets_ptr, NUM_WORDS: tl.constexpr, BLOCK: tl.constexpr
+):
     """One row a program, as words of whatever size divides a row."""
     n = tl.program_id(0)
     source = tl.load(sources_ptr + n).to(tl.int64)

@@ -50,7 +50,21 @@ def store_window_kv(
     width = dim + dim // 32 if is_packed else dim
     out = expect_output("out", out, (num_rows, width), torch.uint8 if is_packed else kv.dtype, kv)
     _expect_dense("out", out)
-    _launch("window" if is_packed else "plain", kv, None, None, weight, cos, sin, ring_slots, ring, out, None, eps, 0)
+    _launch(
+        "window" if is_packed else "plain",
+        kv,
+        None,
+        None,
+        weight,
+        cos,
+        sin,
+        ring_slots,
+        ring,
+        out,
+        None,
+        eps,
+        0,
+    )
     return out
 
 
@@ -104,8 +118,8 @@ def compress_and_store(
     _expect_dense("out", out)
     is_packed = pool.dtype == torch.uint8
     _launch(
-        "entry" if is_packed else "plain", source, open_groups, group_rows, weight, cos, sin, slots, pool, None, out,
-        eps, ratio,
+        "entry" if is_packed else "plain", source, open_groups, group_rows, weight, cos, sin, slots, pool,
+        None, out, eps, ratio,
     )  # fmt: skip
     return out
 
@@ -120,14 +134,16 @@ def store_index_keys(
         weight: [index_head_dim] fp32 of the norm; eps: of the norm.
         cos, sin: [num_groups, rope_dim / 2] fp32.
         slots: [num_groups] int32 or int64 slots of ``pool``, -1 = do not write.
-        pool: [num_slots, width], uint8 (index_head_dim / 2 + index_head_dim / 32 bytes) or the dtype of ``keys``.
+        pool: [num_slots, width], uint8 (index_head_dim / 2 + index_head_dim / 32 bytes) or as ``keys``.
 
     Raises:
         ValueError: an argument is not as described.
     """
     expect_tensor("keys", keys, (None, None), FLOATS, is_strided=True)
     is_packed = pool.dtype == torch.uint8
-    _launch("index" if is_packed else "plain", keys, None, None, weight, cos, sin, slots, pool, None, None, eps, 0)
+    _launch(
+        "index" if is_packed else "plain", keys, None, None, weight, cos, sin, slots, pool, None, None, eps, 0
+    )
 
 
 def copy_rows(source: Tensor, target: Tensor, source_rows: Tensor, target_rows: Tensor) -> None:
@@ -147,7 +163,9 @@ def copy_rows(source: Tensor, target: Tensor, source_rows: Tensor, target_rows: 
     num_bytes = source[:1].numel() * source.element_size()
     if source_rows.shape[0] == 0 or num_bytes == 0:
         return
-    word = next(w for w in (torch.int64, torch.int32, torch.int16, torch.uint8) if num_bytes % w.itemsize == 0)
+    word = next(
+        w for w in (torch.int64, torch.int32, torch.int16, torch.uint8) if num_bytes % w.itemsize == 0
+    )
     if num_bytes // word.itemsize * source.shape[0] == 0:
         return
     num_words = num_bytes // word.itemsize
@@ -181,15 +199,24 @@ def _launch(
     dim = source.shape[-1]
     num_rows = source.shape[0] if group_rows is None else group_rows.shape[0]
     if dim % 32:
-        raise ValueError(f"{'kv' if fmt == 'window' else 'source'}: expected a width that is a multiple of 32, got {dim}")
+        raise ValueError(
+            f"{'kv' if fmt == 'window' else 'source'}: expected a width that is a multiple of 32, got {dim}"
+        )
     dtype = source.dtype if normed is None else normed.dtype
     store_dtype = dtype if fmt == "plain" else torch.uint8
-    width = {"window": dim + dim // 32, "entry": dim // 2 + dim // 16, "index": dim // 2 + dim // 32, "plain": dim}[fmt]
+    width = {
+        "window": dim + dim // 32,
+        "entry": dim // 2 + dim // 16,
+        "index": dim // 2 + dim // 32,
+        "plain": dim,
+    }[fmt]
     expect_tensor("weight", weight, (dim,), (torch.float32,), like=source)
     expect_tensor("cos", cos, (num_rows, None), (torch.float32,), like=source)
     expect_tensor("sin", sin, cos.shape, (torch.float32,), like=source)
     if (slots is None) != (pool is None):
-        raise ValueError(f"slots: expected with a pool alone, got slots {slots is not None}, pool {pool is not None}")
+        raise ValueError(
+            f"slots: expected with a pool alone, got slots {slots is not None}, pool {pool is not None}"
+        )
     if slots is not None and pool is not None:
         expect_tensor("slots", slots, (num_rows,), INDICES, like=source)
         expect_tensor("pool", pool, (None, width), (store_dtype,), like=source)

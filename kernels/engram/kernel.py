@@ -1,4 +1,4 @@
-"""Device code of engram: gather table rows as they are stored, and gate a looked-up value into the streams."""
+"""Device code of engram: gather table rows as stored, and gate a value into the streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kernels.number_formats.kernel import e8m0_values
 @triton.jit
 def engram_gather_kernel(
     table_ptr, scale_ptr, rows_ptr, out_ptr,
-    DIM: tl.constexpr, NUM_LOOKUPS: tl.constexpr, LOOKUPS: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALE: tl.constexpr,
+    DIM: tl.constexpr, NUM_LOOKUPS: tl.constexpr, LOOKUPS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
     """All lookups of one row: table rows and their scales are independent loads."""
     row = tl.program_id(0).to(tl.int64)

@@ -73,14 +73,16 @@ def engram_gate(
 
     Returns:
         [num_rows, K, hidden], dtype of ``streams``: ``d = sum(X q k key) / (rms X rms key sqrt(hidden))``,
-        ``g = sigmoid(sign(d) sqrt(max(|d|, 1e-6)))``, ``X + g value``; all in fp32. The model page's section 8.
+        ``g = sigmoid(sign(d) sqrt(max(|d|, 1e-6)))``, ``X + g value``; in fp32. The model page, section 8.
 
     Raises:
         ValueError: an argument is not as described.
     """
     expect_tensor("streams", streams, (None, None, None), FLOATS)
     num_rows, num_streams, width = streams.shape
-    expect_tensor("keys", keys, (num_rows, num_streams, width), (streams.dtype,), like=streams, is_strided=True)
+    expect_tensor(
+        "keys", keys, (num_rows, num_streams, width), (streams.dtype,), like=streams, is_strided=True
+    )
     if keys.stride(1) != width and num_streams > 1:
         raise ValueError(f"keys: expected streams side by side (stride {width}), got stride {keys.stride(1)}")
     expect_tensor("value", value, (num_rows, width), (streams.dtype,), like=streams, is_strided=True)

@@ -84,7 +84,9 @@ def stream_pass_kernel(
         is_in = is_row[:, None] & (column < WIDTH)[None, :]
         x0, x1, x2, x3 = _load_streams(x_ptr, row, column, is_in, WIDTH)
         if HAS_EXPAND:
-            y = tl.load(y_ptr + row[:, None] * stride_y_row + column[None, :], mask=is_in, other=0.0).to(tl.float32)
+            y = tl.load(y_ptr + row[:, None] * stride_y_row + column[None, :], mask=is_in, other=0.0).to(
+                tl.float32
+            )
             n0 = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, 0).to(dtype)
             n1 = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, 1).to(dtype)
             n2 = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, 2).to(dtype)
@@ -143,7 +145,9 @@ def finish_mix_kernel(
         squares += tl.load(ptr + row * PARTIAL_WIDTH + SQUARES, mask=is_row, other=1.0)
     inverse_rms = tl.rsqrt(squares / (4 * WIDTH) + norm_eps)
     pre = tl.sigmoid(pre * inverse_rms[:, None] * tl.load(scale_ptr) + tl.load(base_ptr + k)[None, :]) + eps
-    post = 2 * tl.sigmoid(post * inverse_rms[:, None] * tl.load(scale_ptr + 1) + tl.load(base_ptr + 4 + k)[None, :])
+    post = 2 * tl.sigmoid(
+        post * inverse_rms[:, None] * tl.load(scale_ptr + 1) + tl.load(base_ptr + 4 + k)[None, :]
+    )
     base = tl.load(base_ptr + 8 + 4 * k[:, None] + k[None, :])
     comb = comb * inverse_rms[:, None, None] * tl.load(scale_ptr + 2) + base[None, :, :]
     comb = tl.exp(comb - tl.max(comb, 2)[:, :, None])
@@ -175,8 +179,8 @@ def finish_mix_kernel(
 
 @triton.jit
 def expand_streams_kernel(
-    y_ptr, x_ptr, post_ptr, comb_ptr, out_ptr, num_rows, stride_y_row, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    y_ptr, x_ptr, post_ptr, comb_ptr, out_ptr, num_rows, stride_y_row, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows and columns; the arithmetic of ``stream_pass_kernel``."""
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)

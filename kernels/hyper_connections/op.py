@@ -1,4 +1,4 @@
-"""Hyper-connections on the device: mix, collapse + norm, expand, and all of them in one pass over the streams.
+"""Hyper-connections on the device: mix, collapse + norm, expand, and all of them in one pass.
 
 Owns checks, tile choice and launches. Which site's ``pre`` collapses which site is the model's business.
 """
@@ -129,7 +129,7 @@ def update_streams(
     out_x: Tensor | None = None,
     out_mix: StreamMix | None = None,
 ) -> SiteInput:
-    """``expand_streams`` by one site's mix, then ``read_streams`` for the next site, in one pass over the streams.
+    """``expand_streams`` by one site's mix and ``read_streams`` for the next, in one pass over the streams.
 
     Args:
         y: [num_rows, hidden], the sublayer's output, dtype of ``streams``; rows may lie apart.
@@ -171,7 +171,17 @@ def expand_streams(
     if num_rows:
         rows, block = 4, min(1024, triton.next_power_of_2(width))
         expand_streams_kernel[(triton.cdiv(width, block), triton.cdiv(num_rows, rows))](
-            y, streams, post, comb, out, num_rows, y.stride(0), WIDTH=width, ROWS=rows, BLOCK=block, num_warps=8
+            y,
+            streams,
+            post,
+            comb,
+            out,
+            num_rows,
+            y.stride(0),
+            WIDTH=width,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=8,
         )
     return out
 
@@ -199,7 +209,8 @@ def collapse_norm(
         block = triton.next_power_of_2(width)
         collapse_norm_kernel[(num_rows,)](
             streams, pre, pre if norm_weight is None else norm_weight, out, eps,
-            WIDTH=width, BLOCK=block, HAS_NORM=norm_weight is not None, num_warps=min(16, max(1, block // 512)),
+            WIDTH=width, BLOCK=block, HAS_NORM=norm_weight is not None,
+            num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return out
 
@@ -214,7 +225,9 @@ def _expect_dense(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
 
 
-def _expect_expansion(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, out_name: str, out: Tensor) -> None:
+def _expect_expansion(
+    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, out_name: str, out: Tensor
+) -> None:
     num_rows, width = _expect_streams(streams)
     expect_tensor("y", y, (num_rows, width), (streams.dtype,), like=streams, is_strided=True)
     expect_tensor("post", post, (num_rows, NUM_STREAMS), (torch.float32,), like=streams)
@@ -250,7 +263,7 @@ def _run_pass(
     out_x: Tensor | None = None,
     out_mix: StreamMix | None = None,
 ) -> tuple[Tensor, Tensor, StreamMix]:
-    """Both kernels: with ``y`` and ``old_mix`` expand first, with ``pre`` and ``norm_weight`` collapse and norm.
+    """Both kernels: ``y`` and ``old_mix`` expand first, ``pre`` and ``norm_weight`` collapse and norm.
 
     Returns (streams, x, mix); x is ``streams`` where nothing is collapsed.
     """
@@ -275,7 +288,9 @@ def _run_pass(
         return new_streams, x, mix
     config = choose_config(width)
     num_parts = triton.cdiv(width, config.part)
-    partial = torch.empty(num_parts, num_rows, PARTIAL_WIDTH.value, dtype=torch.float32, device=streams.device)
+    partial = torch.empty(
+        num_parts, num_rows, PARTIAL_WIDTH.value, dtype=torch.float32, device=streams.device
+    )
     old = mix if old_mix is None else old_mix
     stream_pass_kernel[(num_parts, triton.cdiv(num_rows, config.rows))](
         streams if y is None else y, streams, old.post, old.comb, mix.pre if pre is None else pre, fn,

@@ -1,4 +1,4 @@
-"""Device code of the small number formats: bit-exact twins of this folder's reference, for other kernels to call.
+"""Device code of the small number formats: bit-exact twins of this folder's reference.
 
 Channels come as an even and an odd half, because one byte (or pair of bytes) carries two neighbours.
 """
@@ -22,7 +22,12 @@ def e2m1_values(codes):
 def e2m1_codes(x):
     """fp32 -> 4-bit codes (int32): to nearest, ties to the even code, sign in bit 3."""
     a = tl.abs(x)
-    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
+    code = (
+        (a > 0.25).to(tl.int32)
+        + (a >= 0.75).to(tl.int32)
+        + (a > 1.25).to(tl.int32)
+        + (a >= 1.75).to(tl.int32)
+    )
     code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
     return code | tl.where(x.to(tl.int32, bitcast=True) < 0, 8, 0)
 

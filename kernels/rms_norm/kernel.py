@@ -7,7 +7,9 @@ import triton.language as tl
 
 
 @triton.jit
-def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, stride_x_row, stride_out_row, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, stride_x_row, stride_out_row, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_in = column < WIDTH

@@ -1,4 +1,4 @@
-"""Device code of attention at the release's shape on Hopper: 64 heads of 512, packed caches, specialised warps.
+"""Device code of attention at the release's shape on Hopper: 64 heads of 512, packed caches.
 
 One program owns one query. Four producer warps gather packed rows and widen them to bfloat16 tiles of 64
 keys in shared memory; eight consumer warps multiply. The products of a tile overlap the softmax of the
@@ -148,11 +148,15 @@ def _load_window(rows_ptr, ring_ptr, chunk_ptr, num_ring_rows, first):
     words: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     grouped: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 16, 2], [4, 1, 1], [2, 1, 0])
     scales: gl.constexpr = gl.SliceLayout(2, grouped)
-    rows, is_valid = _window_rows(rows_ptr, ring_ptr, chunk_ptr, num_ring_rows, first, gl.SliceLayout(1, words))
+    rows, is_valid = _window_rows(
+        rows_ptr, ring_ptr, chunk_ptr, num_ring_rows, first, gl.SliceLayout(1, words)
+    )
     word = gl.arange(0, 128, gl.SliceLayout(0, words))
     packed_ptrs = rows.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
     packed = gl.load(packed_ptrs, mask=is_valid[:, None], other=0)
-    rows, is_valid = _window_rows(rows_ptr, ring_ptr, chunk_ptr, num_ring_rows, first, gl.SliceLayout(1, scales))
+    rows, is_valid = _window_rows(
+        rows_ptr, ring_ptr, chunk_ptr, num_ring_rows, first, gl.SliceLayout(1, scales)
+    )
     group = gl.arange(0, 16, gl.SliceLayout(0, scales))
     scale = gl.load(rows[:, None] + 512 + group[None, :], mask=is_valid[:, None], other=0)
     return packed, scale
@@ -187,8 +191,8 @@ def _stage_as_pairs(keys_smem, stage):
 
 @gluon.jit
 def _produce(
-    ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_ring_rows, num_entry_tiles, num_selected,
-    keys_smem, full, empty, WINDOW_TILES: gl.constexpr,
+    ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_ring_rows, num_entry_tiles,
+    num_selected, keys_smem, full, empty, WINDOW_TILES: gl.constexpr,
 ):  # fmt: skip
     """Fill the stages in turn; the loads of a piece are in flight while the piece before is widened."""
     packed, scale = _load_window(window_rows_ptr, ring_ptr, chunk_ptr, num_ring_rows, 0)
@@ -233,7 +237,9 @@ def _produce(
 
 
 @gluon.jit
-def _tile_is_valid(window_rows_ptr, slots_ptr, tile, num_selected, WINDOW_TILES: gl.constexpr, layout: gl.constexpr):
+def _tile_is_valid(
+    window_rows_ptr, slots_ptr, tile, num_selected, WINDOW_TILES: gl.constexpr, layout: gl.constexpr
+):
     """Which keys of a tile exist."""
     place = gl.arange(0, KEYS, layout)
     is_window = tile < WINDOW_TILES
@@ -278,8 +284,8 @@ def _weigh(scores, is_valid, scale_log2, peak, sums):
 
 @gluon.jit
 def _consume(
-    q_ptr, window_rows_ptr, slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_tiles, num_selected, scale_log2,
-    q_smem, keys_smem, weights_smem, full, empty, WINDOW_TILES: gl.constexpr, ROPE_HALF: gl.constexpr,
+    q_ptr, window_rows_ptr, slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_tiles, num_selected,
+    scale_log2, q_smem, keys_smem, weights_smem, full, empty, WINDOW_TILES: gl.constexpr, ROPE_HALF: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax, weighted sums; then the division, the inverse rotation and the store."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
@@ -311,7 +317,9 @@ def _consume(
 
     for tile in range(num_tiles - 1):
         stage = tile % STAGES
-        is_valid = _tile_is_valid(window_rows_ptr, slots_ptr, tile + 1, num_selected, WINDOW_TILES, key_layout)
+        is_valid = _tile_is_valid(
+            window_rows_ptr, slots_ptr, tile + 1, num_selected, WINDOW_TILES, key_layout
+        )
         pending = _issue_scores(q_even, q_odd, keys_smem, full, tile + 1, scores_layout)
         tile_weights = weights_smem.index(stage)
         next_even = warpgroup_mma(tile_weights, keys_smem.index(2 * stage), acc_even, is_async=True)
@@ -351,7 +359,8 @@ def _consume(
 def hopper_attention_kernel(
     q_ptr, ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
     num_ring_rows, scale_log2, stride_q_row, stride_out_row,
-    NUM_SELECTED: gl.constexpr, BLOCK_SELECTED: gl.constexpr, WINDOW_TILES: gl.constexpr, ROPE_HALF: gl.constexpr,
+    NUM_SELECTED: gl.constexpr, BLOCK_SELECTED: gl.constexpr, WINDOW_TILES: gl.constexpr,
+    ROPE_HALF: gl.constexpr,
 ):  # fmt: skip
     """``q`` and ``out`` as 32-bit words, two channels each; strides in words."""
     row = gl.program_id(0).to(gl.int64)
@@ -392,8 +401,8 @@ def hopper_attention_kernel(
             (
                 _produce,
                 (
-                    ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_ring_rows, num_entry_tiles,
-                    NUM_SELECTED, keys_smem, full, empty, WINDOW_TILES,
+                    ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_ring_rows,
+                    num_entry_tiles, NUM_SELECTED, keys_smem, full, empty, WINDOW_TILES,
                 ),
             ),
         ],

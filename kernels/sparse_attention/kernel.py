@@ -16,7 +16,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _load_window_keys(
-    rows_ptr, is_valid, HEAD_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    rows_ptr,
+    is_valid,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
     IS_PACKED: tl.constexpr,
 ):
     """Rows of e4m3 values and e8m0 scales (or of plain floats) -> (even, odd) fp32 halves."""
@@ -44,7 +48,11 @@ def _load_window_keys(
 
 @triton.jit
 def _load_entries(
-    rows_ptr, is_valid, HEAD_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    rows_ptr,
+    is_valid,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
     IS_PACKED: tl.constexpr,
 ):
     """Rows of e2m1 values and e4m3 scales (or of plain floats) -> (even, odd) fp32 halves."""
@@ -54,7 +62,9 @@ def _load_entries(
         packed = tl.load(rows_ptr[:, None] + pair[None, :], mask=is_in, other=0).to(tl.int32)
         group = tl.arange(0, BLOCK_HALF // 8)
         is_group = is_valid[:, None] & (group < HEAD_DIM // 16)[None, :]
-        scales = e4m3_values(tl.load(rows_ptr[:, None] + HEAD_DIM // 2 + group[None, :], mask=is_group, other=0))
+        scales = e4m3_values(
+            tl.load(rows_ptr[:, None] + HEAD_DIM // 2 + group[None, :], mask=is_group, other=0)
+        )
         even = scale_groups(e2m1_values(packed & 15), scales, BLOCK_KEYS, BLOCK_HALF, 8)
         odd = scale_groups(e2m1_values(packed >> 4), scales, BLOCK_KEYS, BLOCK_HALF, 8)
     else:
@@ -93,7 +103,7 @@ def paged_sparse_attention_kernel(
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     BLOCK_SELECTED: tl.constexpr, IS_PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Window rows ascending, then selected entries ascending, in tiles of BLOCK_KEYS; then the inverse rotation."""
+    """Window rows ascending, then selected entries, in tiles of BLOCK_KEYS; then rotate back."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     pair = tl.arange(0, BLOCK_HALF)
@@ -125,7 +135,9 @@ def paged_sparse_attention_kernel(
         end = tl.max(tl.where(slots >= 0, every + 1, 0), 0)
         for start in tl.range(0, end, BLOCK_KEYS):
             place = start + tl.arange(0, BLOCK_KEYS)
-            slot = tl.load(slots_ptr + row * NUM_SELECTED + place, mask=place < NUM_SELECTED, other=-1).to(tl.int64)
+            slot = tl.load(slots_ptr + row * NUM_SELECTED + place, mask=place < NUM_SELECTED, other=-1).to(
+                tl.int64
+            )
             rows_ptr = entries_ptr + slot * ENTRY_WIDTH
             even, odd = _load_entries(rows_ptr, slot >= 0, HEAD_DIM, BLOCK_KEYS, BLOCK_HALF, IS_PACKED)
             peak, total, acc_even, acc_odd = _fold_keys(
@@ -145,15 +157,17 @@ def paged_sparse_attention_kernel(
 
 @triton.jit
 def selection_slots_kernel(
-    entries_ptr, chunks_ptr, tables_ptr, out_ptr, num_selected, num_blocks, stride_table, ENTRIES_PER_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    entries_ptr, chunks_ptr, tables_ptr, out_ptr, num_selected, num_blocks, stride_table,
+    ENTRIES_PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Entry numbers of one row -> pool slots through its sequence's block table; -1 stays -1."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.load(chunks_ptr + row).to(tl.int64)
     for start in tl.range(0, num_selected, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        entry = tl.load(entries_ptr + row * num_selected + place, mask=place < num_selected, other=-1).to(tl.int64)
+        entry = tl.load(entries_ptr + row * num_selected + place, mask=place < num_selected, other=-1).to(
+            tl.int64
+        )
         block = entry // ENTRIES_PER_BLOCK
         is_known = (entry >= 0) & (block < num_blocks)
         found = tl.load(tables_ptr + chunk * stride_table + block, mask=is_known, other=0).to(tl.int64)

@@ -36,10 +36,18 @@ def choose_config(num_heads: int, head_dim: int, dtype: torch.dtype) -> Attentio
 
 
 def runs_on_hopper_kernel(
-    num_heads: int, head_dim: int, window: int, dtype: torch.dtype, *, is_packed: bool, capability: tuple[int, int]
+    num_heads: int,
+    head_dim: int,
+    window: int,
+    dtype: torch.dtype,
+    *,
+    is_packed: bool,
+    capability: tuple[int, int],
 ) -> bool:
     """Whether the shape is the release's and the device has the instructions; nothing else decides."""
-    is_shape = num_heads == HEADS.value and head_dim == 2 * HALF.value and window % KEYS.value == 0 and window > 0
+    is_shape = (
+        num_heads == HEADS.value and head_dim == 2 * HALF.value and window % KEYS.value == 0 and window > 0
+    )
     return is_shape and is_packed and dtype == torch.bfloat16 and capability == (9, 0)
 
 
@@ -71,7 +79,7 @@ def paged_sparse_attention(
         window_rows: [num_rows, window] int32, rows of ``cat(ring, chunk)``, positions ascending; -1 is none.
         entries: [num_slots, entry_width], the pool. uint8: head_dim e2m1 nibbles (even channel low), then
             an e4m3 scale per 16; else the dtype of ``q`` and entry_width = head_dim. None without selection.
-        slots: [num_rows, num_selected] int32 slots of ``entries``, entry numbers ascending; -1 is none. None without.
+        slots: [num_rows, num_selected] int32 slots of ``entries``, by ascending entry; -1 is none. Or None.
         sink: [num_heads] fp32, in the denominator only.
         cos, sin: [num_rows, rope_dim / 2] fp32: the output's last channels are rotated by the negative angle.
         scale: factor on the scores.
@@ -100,7 +108,9 @@ def paged_sparse_attention(
     expect_tensor("chunk", chunk, (None, window_width), (store_dtype,), like=q)
     expect_tensor("window_rows", window_rows, (num_rows, None), (torch.int32,), like=q)
     if (entries is None) != (slots is None):
-        raise ValueError(f"slots: expected with entries alone, got entries {entries is not None}, slots {slots is not None}")
+        raise ValueError(
+            f"slots: expected with entries, got entries {entries is not None}, slots {slots is not None}"
+        )
     if entries is not None and slots is not None:
         expect_tensor("entries", entries, (None, entry_width), (store_dtype,), like=q)
         expect_tensor("slots", slots, (num_rows, None), (torch.int32,), like=q)
@@ -125,8 +135,8 @@ def paged_sparse_attention(
         num_heads, head_dim, window, q.dtype, is_packed=is_packed, capability=_capability(q)
     ):
         hopper_attention_kernel[(num_rows,)](
-            q.view(torch.int32), ring, chunk, window_rows, entries, slots, sink, cos, sin, out.view(torch.int32),
-            ring.shape[0], scale_log2, q.stride(0) // 2, out.stride(0) // 2,
+            q.view(torch.int32), ring, chunk, window_rows, entries, slots, sink, cos, sin,
+            out.view(torch.int32), ring.shape[0], scale_log2, q.stride(0) // 2, out.stride(0) // 2,
             NUM_SELECTED=num_selected, BLOCK_SELECTED=block_selected, WINDOW_TILES=window // KEYS.value,
             ROPE_HALF=rope_half, num_warps=8,
         )  # fmt: skip
@@ -147,7 +157,12 @@ def paged_sparse_attention(
 
 
 def selection_slots(
-    selected: Tensor, chunks: Tensor, block_tables: Tensor, *, entries_per_block: int, out: Tensor | None = None
+    selected: Tensor,
+    chunks: Tensor,
+    block_tables: Tensor,
+    *,
+    entries_per_block: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Pool slots of selected entries, once for all layers that share a selection.
 

@@ -10,7 +10,9 @@ from kernels.rope import apply_rope_reference
 from kernels.tree_sum import tree_sum
 
 
-def sparse_attention_reference(q: Tensor, keys: Tensor, is_valid: Tensor, sink: Tensor, *, scale: float) -> Tensor:
+def sparse_attention_reference(
+    q: Tensor, keys: Tensor, is_valid: Tensor, sink: Tensor, *, scale: float
+) -> Tensor:
     """One softmax over each query's own keys, which are also the values.
 
     Args:

@@ -20,11 +20,15 @@ from tests.kernels.contract import EXACT, Inputs, OpCase, Outputs, Tolerance
 
 FP32 = Tolerance(2e-6, 4e-6, "fp32 sums in another order, approximate reciprocal root and exponential")
 BF16 = Tolerance(5e-4, 8e-3, "as fp32; where that crosses a rounding boundary, one bfloat16 step")
-BYTES = Tolerance(3e-2, 1.0, "a value at a rounding boundary of the format may move by one code, a zero may change sign")
+BYTES = Tolerance(
+    3e-2, 1.0, "a value at a rounding boundary of the format may move by one code, a zero may change sign"
+)
 EPS = 1e-20
 
 
-def store_inputs(seed: int, device: torch.device, num_rows: int, dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def store_inputs(
+    seed: int, device: torch.device, num_rows: int, dim: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Rows of different sizes, angles, distinct slots of which every fifth is -1."""
     g = torch.Generator(device).manual_seed(seed)
 
@@ -35,7 +39,9 @@ def store_inputs(seed: int, device: torch.device, num_rows: int, dim: int, dtype
     cos, sin = rope_tables(torch.arange(num_rows, device=device) * 7, frequencies)
     slots = torch.arange(num_rows, device=device) * 2 % (2 * num_rows - 1)
     return {
-        "rows": (randn(num_rows, dim) * torch.exp2(2 * randn(num_rows, 1)) * torch.exp2(2 * randn(1, dim))).to(dtype),
+        "rows": (
+            randn(num_rows, dim) * torch.exp2(2 * randn(num_rows, 1)) * torch.exp2(2 * randn(1, dim))
+        ).to(dtype),
         "weight": 1 + 0.3 * randn(dim),
         "cos": cos,
         "sin": sin,
@@ -47,7 +53,11 @@ def store_inputs(seed: int, device: torch.device, num_rows: int, dim: int, dtype
 
 
 def widths(kind: str, dim: int, is_packed: bool) -> int:
-    return {"window": dim + dim // 32, "entry": dim // 2 + dim // 16, "index": dim // 2 + dim // 32}[kind] if is_packed else dim
+    return (
+        {"window": dim + dim // 32, "entry": dim // 2 + dim // 16, "index": dim // 2 + dim // 32}[kind]
+        if is_packed
+        else dim
+    )
 
 
 def pool_like(kind: str, i: Inputs, n: int, dim: int, dtype: torch.dtype, is_packed: bool) -> Tensor:
@@ -55,7 +65,9 @@ def pool_like(kind: str, i: Inputs, n: int, dim: int, dtype: torch.dtype, is_pac
     return torch.empty(n, widths(kind, dim, is_packed), dtype=store, device=i["rows"].device)
 
 
-def window_case(name: str, num_rows: int, dim: int, dtype: torch.dtype, is_packed: bool, row_counts: tuple[int, ...]) -> OpCase:
+def window_case(
+    name: str, num_rows: int, dim: int, dtype: torch.dtype, is_packed: bool, row_counts: tuple[int, ...]
+) -> OpCase:
     """``store_window_kv`` into the step's rows."""
 
     def arguments(i: Inputs) -> list[Tensor]:
@@ -77,7 +89,16 @@ def window_case(name: str, num_rows: int, dim: int, dtype: torch.dtype, is_packe
     )
 
 
-def pool_case(kind: str, name: str, num_rows: int, dim: int, dtype: torch.dtype, is_packed: bool, row_counts: tuple[int, ...], ratio: int = 1) -> OpCase:
+def pool_case(
+    kind: str,
+    name: str,
+    num_rows: int,
+    dim: int,
+    dtype: torch.dtype,
+    is_packed: bool,
+    row_counts: tuple[int, ...],
+    ratio: int = 1,
+) -> OpCase:
     """Stores through slots: "ring" (window rows), "entry" (with their latents left out) or "index"."""
     fmt = "window" if kind == "ring" else kind
 
@@ -119,7 +140,9 @@ def sources(i: Inputs, ratio: int) -> tuple[Tensor, Tensor | None, Tensor]:
     return i["keys_and_gates"], i["open_groups"], i["group_rows"]
 
 
-def latents_case(name: str, num_rows: int, dim: int, dtype: torch.dtype, ratio: int, row_counts: tuple[int, ...]) -> OpCase:
+def latents_case(
+    name: str, num_rows: int, dim: int, dtype: torch.dtype, ratio: int, row_counts: tuple[int, ...]
+) -> OpCase:
     """The latents of ``compress_and_store``."""
 
     def scratch(i: Inputs) -> Tensor:

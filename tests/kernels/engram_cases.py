@@ -11,7 +11,15 @@ FP32 = Tolerance(2e-6, 4e-6, "fp32 sums in another order; approximate roots and 
 BF16 = Tolerance(4e-4, 8e-3, "as fp32; where that crosses a rounding boundary, one bfloat16 step")
 
 
-def gather_case(name: str, num_rows: int, num_lookups: int, dim: int, dtype: torch.dtype, has_scale: bool, row_counts: tuple[int, ...]) -> OpCase:
+def gather_case(
+    name: str,
+    num_rows: int,
+    num_lookups: int,
+    dim: int,
+    dtype: torch.dtype,
+    has_scale: bool,
+    row_counts: tuple[int, ...],
+) -> OpCase:
     """``engram_gather`` with every scale exponent that occurs."""
 
     def build(seed: int, device: torch.device) -> Inputs:
@@ -35,7 +43,9 @@ def gather_case(name: str, num_rows: int, num_lookups: int, dim: int, dtype: tor
     )
 
 
-def gate_case(name: str, num_rows: int, width: int, dtype: torch.dtype, row_counts: tuple[int, ...]) -> OpCase:
+def gate_case(
+    name: str, num_rows: int, width: int, dtype: torch.dtype, row_counts: tuple[int, ...]
+) -> OpCase:
     """``engram_gate`` on keys and values that are slices of one product, as the model has them."""
 
     def build(seed: int, device: torch.device) -> Inputs:

@@ -27,7 +27,9 @@ OPTIONS = {"num_iterations": 20, "eps": 1e-6, "norm_eps": 1e-20}
 WEIGHTS = ("fn", "base", "scale")
 
 
-def stream_inputs(seed: int, device: torch.device, num_rows: int, width: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def stream_inputs(
+    seed: int, device: torch.device, num_rows: int, width: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Streams of different sizes, a sublayer's output, an earlier mix and the mixing weights."""
     g = torch.Generator(device).manual_seed(seed)
 
@@ -65,7 +67,9 @@ def named_mix(mix: StreamMix) -> Outputs:
     return {"mix_pre": mix.pre, "mix_post": mix.post, "mix_comb": mix.comb}
 
 
-def stream_cases(suffix: str, num_rows: int, width: int, dtype: torch.dtype, row_counts: tuple[int, ...], needs_gpu: bool) -> list[OpCase]:
+def stream_cases(
+    suffix: str, num_rows: int, width: int, dtype: torch.dtype, row_counts: tuple[int, ...], needs_gpu: bool
+) -> list[OpCase]:
     """Every op of the folder on one shape."""
 
     def build(seed: int, device: torch.device) -> Inputs:
@@ -92,7 +96,13 @@ def stream_cases(suffix: str, num_rows: int, width: int, dtype: torch.dtype, row
     def run_read(i: Inputs, out: Outputs) -> None:
         n = len(i["pre"])
         read_streams(
-            i["streams"], i["pre"], i["norm_weight"], *weights(i), **OPTIONS, out_x=out["x"][:n], out_mix=mix_of(out, n)
+            i["streams"],
+            i["pre"],
+            i["norm_weight"],
+            *weights(i),
+            **OPTIONS,
+            out_x=out["x"][:n],
+            out_mix=mix_of(out, n),
         )
 
     def run_update(i: Inputs, out: Outputs) -> None:
@@ -129,7 +139,11 @@ def stream_cases(suffix: str, num_rows: int, width: int, dtype: torch.dtype, row
         "mix": (run_mix, reference_mix, ("mix_pre", "mix_post", "mix_comb")),
         "expand": (run_expand, reference_expand, ("streams",)),
         "collapse": (run_collapse, reference_collapse, ("x",)),
-        "read": (run_read, lambda i: reference_collapse(i) | reference_mix(i), ("x", "mix_pre", "mix_post", "mix_comb")),
+        "read": (
+            run_read,
+            lambda i: reference_collapse(i) | reference_mix(i),
+            ("x", "mix_pre", "mix_post", "mix_comb"),
+        ),
         "update": (run_update, reference_update, ("streams", "x", "mix_pre", "mix_post", "mix_comb")),
     }
     return [

@@ -151,27 +151,65 @@ def slots_case() -> OpCase:
     )
 
 
-SMALL = {"head_dim": 64, "window": 32, "num_selected": 64, "num_rows": 7, "row_counts": (1, 3), "num_slots": 90}
+SMALL = {
+    "head_dim": 64,
+    "window": 32,
+    "num_selected": 64,
+    "num_rows": 7,
+    "row_counts": (1, 3),
+    "num_slots": 90,
+}
 CASES = [
     attention_case("attention-fp32-packed", num_heads=8, dtype=torch.float32, is_packed=True, **SMALL),
     attention_case("attention-fp32-plain", num_heads=4, dtype=torch.float32, is_packed=False, **SMALL),
     attention_case(
-        "attention-fp32-odd", num_heads=5, head_dim=96, window=20, num_selected=24, num_rows=5, row_counts=(1, 2),
-        num_slots=50, dtype=torch.float32, is_packed=True,
-    ),  # fmt: skip
-    attention_case("attention-bf16-bard", num_heads=8, dtype=torch.bfloat16, is_packed=True, **SMALL | {"num_rows": 300}),
+        "attention-fp32-odd",
+        num_heads=5,
+        head_dim=96,
+        window=20,
+        num_selected=24,
+        num_rows=5,
+        row_counts=(1, 2),
+        num_slots=50,
+        dtype=torch.float32,
+        is_packed=True,
+    ),
+    attention_case(
+        "attention-bf16-bard", num_heads=8, dtype=torch.bfloat16, is_packed=True, **SMALL | {"num_rows": 300}
+    ),
     attention_case("attention-bf16-plain", num_heads=4, dtype=torch.bfloat16, is_packed=False, **SMALL),
     attention_case(
-        "attention-bf16-release", num_rows=300, num_heads=64, head_dim=512, window=128, num_selected=512,
-        num_slots=4096, dtype=torch.bfloat16, is_packed=True,
-    ),  # fmt: skip
+        "attention-bf16-release",
+        num_rows=300,
+        num_heads=64,
+        head_dim=512,
+        window=128,
+        num_selected=512,
+        num_slots=4096,
+        dtype=torch.bfloat16,
+        is_packed=True,
+    ),
     attention_case(
-        "attention-bf16-release-window", num_rows=70, num_heads=64, head_dim=512, window=128, num_selected=0,
-        dtype=torch.bfloat16, is_packed=True, row_counts=(1, 5, 17),
-    ),  # fmt: skip
+        "attention-bf16-release-window",
+        num_rows=70,
+        num_heads=64,
+        head_dim=512,
+        window=128,
+        num_selected=0,
+        dtype=torch.bfloat16,
+        is_packed=True,
+        row_counts=(1, 5, 17),
+    ),
     attention_case(
-        "attention-bf16-release-plain", num_rows=70, num_heads=64, head_dim=512, window=128, num_selected=512,
-        dtype=torch.bfloat16, is_packed=False, row_counts=(1, 5, 17),
-    ),  # fmt: skip
+        "attention-bf16-release-plain",
+        num_rows=70,
+        num_heads=64,
+        head_dim=512,
+        window=128,
+        num_selected=512,
+        dtype=torch.bfloat16,
+        is_packed=False,
+        row_counts=(1, 5, 17),
+    ),
     slots_case(),
 ]

@@ -41,7 +41,14 @@ def test_packed_bytes_are_the_reference_packing_of_the_plain_rows(dim: int, dtyp
     entries, plain_entries = pool(dim // 2 + dim // 16, torch.uint8), pool(dim, dtype)
     for target in (entries, plain_entries):
         compress_and_store(
-            i["keys_and_gates"], i["open_groups"], i["group_rows"], *norm, i["slots"], target, eps=EPS, dtype=dtype
+            i["keys_and_gates"],
+            i["open_groups"],
+            i["group_rows"],
+            *norm,
+            i["slots"],
+            target,
+            eps=EPS,
+            dtype=dtype,
         )
     assert equal_bytes(entries[slots], pack_fp4_entry(plain_entries[slots]))
 
@@ -60,11 +67,11 @@ def test_a_ring_row_equals_the_step_row() -> None:
 def test_a_wrong_argument_is_named() -> None:
     i = store_inputs(0, torch.device("cpu"), 4, 64, torch.float32)
     arguments = [i["rows"], i["weight"], i["cos"], i["sin"]]
-    with pytest.raises(ValueError, match="^slots: expected with a pool alone"):
+    with pytest.raises(ValueError, match=r"^slots: expected with a pool alone"):
         store_window_kv(*arguments, eps=EPS, is_packed=True, ring_slots=i["slots"])
-    with pytest.raises(ValueError, match="^pool: expected shape"):
+    with pytest.raises(ValueError, match=r"^pool: expected shape"):
         store_index_keys(*arguments, i["slots"], torch.zeros(9, 35, dtype=torch.uint8), eps=EPS)
-    with pytest.raises(ValueError, match="^open_groups: expected a tensor at ratio 2"):
+    with pytest.raises(ValueError, match=r"^open_groups: expected a tensor at ratio 2"):
         compress_and_store(
             i["keys_and_gates"], None, i["group_rows"], *arguments[1:], i["slots"], torch.zeros(9, 36, dtype=torch.uint8),
             eps=EPS, dtype=torch.float32,

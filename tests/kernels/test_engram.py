@@ -17,8 +17,13 @@ def test_contract(case: OpCase, gate: Gate) -> None:
 
 def test_a_wrong_argument_is_named() -> None:
     table = torch.zeros(5, 32)
-    with pytest.raises(ValueError, match="^table: expected dtype torch.float8_e4m3fn"):
-        engram_gather(table, torch.zeros(5, 1, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.int64), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"^table: expected dtype torch.float8_e4m3fn"):
+        engram_gather(
+            table,
+            torch.zeros(5, 1, dtype=torch.uint8),
+            torch.zeros(2, 3, dtype=torch.int64),
+            dtype=torch.float32,
+        )
     streams, weight = torch.zeros(2, 4, 32), torch.zeros(4, 32)
     with pytest.raises(ValueError, match=r"^value: expected shape \(2, 32\), got \(3, 32\)"):
         engram_gate(streams, streams, torch.zeros(3, 32), weight, weight, eps=1e-6)

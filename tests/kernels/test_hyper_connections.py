@@ -58,7 +58,11 @@ def test_streams_may_be_updated_in_place() -> None:
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("fn", lambda x: x[:, :-1]), ("base", lambda x: x.double()), ("streams", lambda x: x[:, :3].contiguous())],
+    [
+        ("fn", lambda x: x[:, :-1]),
+        ("base", lambda x: x.double()),
+        ("streams", lambda x: x[:, :3].contiguous()),
+    ],
 )
 def test_a_wrong_argument_is_named(name, change) -> None:  # type: ignore[no-untyped-def]
     i = stream_inputs(0, torch.device("cpu"), 3, 32, torch.float32)

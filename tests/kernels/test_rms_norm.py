@@ -24,5 +24,5 @@ def test_a_wrong_argument_is_named() -> None:
     x = torch.zeros(3, 8)
     with pytest.raises(ValueError, match=r"^weight: expected shape \(8,\), got \(7,\)"):
         rms_norm(x, torch.zeros(7), eps=1e-6)
-    with pytest.raises(ValueError, match="^x: expected dtype"):
+    with pytest.raises(ValueError, match=r"^x: expected dtype"):
         rms_norm(x.half(), torch.zeros(8), eps=1e-6)
