@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.rms_norm import inverse_rms
+from kernels.number_formats import SCALE_BLOCK, e8m0_to_float
+from kernels.rms_norm.reference import inverse_rms
 from kernels.tree_sum import tree_sum
 
 
@@ -52,3 +53,12 @@ def engram_gate_reference(
     # torch.sigmoid gives the last elements of a ragged tensor other bits than the rest; exp does not.
     gate = 1 / (1 + torch.exp(-torch.sign(dot) * torch.sqrt(dot.abs().clamp_min(1e-6))))
     return (wide + gate * value.float()[:, None]).to(streams.dtype)
+
+
+def engram_gather_reference(table: Tensor, scale: Tensor | None, rows: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Look table rows up and widen them; the op's signature and returns."""
+    looked_up = table[rows.long()].float()
+    if scale is not None:
+        scales = e8m0_to_float(scale[rows.long()])
+        looked_up = (looked_up.unflatten(-1, (-1, SCALE_BLOCK)) * scales[..., None]).flatten(-2)
+    return looked_up.to(dtype).flatten(1)

@@ -1,8 +1,33 @@
+from kernels.hyper_connections.op import (
+    SiteInput,
+    choose_config,
+    collapse_norm,
+    expand_streams,
+    mix_streams,
+    read_streams,
+    update_streams,
+)
 from kernels.hyper_connections.reference import (
     StreamMix,
+    collapse_norm_reference,
     collapse_streams_reference,
     expand_streams_reference,
     mix_streams_reference,
+    update_streams_reference,
 )
 
-__all__ = ["StreamMix", "collapse_streams_reference", "expand_streams_reference", "mix_streams_reference"]
+__all__ = [
+    "SiteInput",
+    "StreamMix",
+    "choose_config",
+    "collapse_norm",
+    "collapse_norm_reference",
+    "collapse_streams_reference",
+    "expand_streams",
+    "expand_streams_reference",
+    "mix_streams",
+    "mix_streams_reference",
+    "read_streams",
+    "update_streams",
+    "update_streams_reference",
+]

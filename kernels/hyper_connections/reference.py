@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import linear_reference
-from kernels.rms_norm import inverse_rms
+from kernels.rms_norm.reference import inverse_rms, rms_norm_reference
 from kernels.tree_sum import tree_sum
 
 
@@ -87,3 +87,30 @@ def expand_streams_reference(y: Tensor, streams: Tensor, post: Tensor, comb: Ten
         for k in range(streams.shape[1])
     ]
     return torch.stack(mixed, dim=1).to(streams.dtype)
+
+
+def collapse_norm_reference(streams: Tensor, pre: Tensor, norm_weight: Tensor | None, *, eps: float) -> Tensor:
+    """``collapse_streams_reference``, then RMSNorm where a weight [hidden] is given."""
+    collapsed = collapse_streams_reference(streams, pre)
+    return collapsed if norm_weight is None else rms_norm_reference(collapsed, norm_weight, eps=eps)
+
+
+def update_streams_reference(
+    y: Tensor,
+    streams: Tensor,
+    mix: StreamMix,
+    pre: Tensor,
+    norm_weight: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    num_iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, StreamMix]:
+    """Expand by one site's mix, then the next site's input and mix; the op's signature and returns."""
+    new = expand_streams_reference(y, streams, mix.post, mix.comb)
+    x = collapse_norm_reference(new, pre, norm_weight, eps=norm_eps)
+    options = {"eps": eps, "norm_eps": norm_eps}
+    return new, x, mix_streams_reference(new, fn, base, scale, num_iterations=num_iterations, **options)

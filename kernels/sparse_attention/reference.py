@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.number_formats import unpack_fp4_entry, unpack_fp8
+from kernels.rope import apply_rope_reference
 from kernels.tree_sum import tree_sum
 
 
@@ -31,3 +33,41 @@ def sparse_attention_reference(
     weights = torch.exp(scores - peak)
     total = tree_sum(weights, keepdim=True) + torch.exp(sink - peak)
     return (torch.bmm(weights, keys) / total).to(q.dtype)
+
+
+def selection_slots_reference(
+    selected: Tensor, chunks: Tensor, block_tables: Tensor, *, entries_per_block: int
+) -> Tensor:
+    """Pool slots of selected entries, -1 where there is none; the op's signature and returns."""
+    blocks = torch.div(selected, entries_per_block, rounding_mode="floor")
+    tables = block_tables[chunks.long()].long()
+    found = tables.gather(1, blocks.long().clamp(0, tables.shape[1] - 1))
+    is_known = (selected >= 0) & (blocks < tables.shape[1])
+    return torch.where(is_known, found * entries_per_block + selected % entries_per_block, -1).to(torch.int32)
+
+
+def paged_sparse_attention_reference(
+    q: Tensor,
+    ring: Tensor,
+    chunk: Tensor,
+    window_rows: Tensor,
+    entries: Tensor | None,
+    slots: Tensor | None,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Gather, widen, attend and rotate back, in fp32 up to the end; the op's signature and returns."""
+    is_packed = ring.dtype == torch.uint8
+    rows = torch.cat([ring, chunk])[window_rows.long().clamp_min(0)]
+    keys, is_valid = unpack_fp8(rows) if is_packed else rows.float(), window_rows >= 0
+    if entries is not None and slots is not None:
+        stored = entries[slots.long().clamp_min(0)]
+        keys = torch.cat([keys, unpack_fp4_entry(stored) if is_packed else stored.float()], dim=1)
+        is_valid = torch.cat([is_valid, slots >= 0], dim=1)
+    # Stale bytes behind an invalid key could be NaN, and NaN times zero is NaN.
+    keys = keys.masked_fill(~is_valid[..., None], 0.0)
+    attended = sparse_attention_reference(q.float(), keys, is_valid, sink, scale=scale)
+    return apply_rope_reference(attended, cos, sin, inverse=True).to(q.dtype)

@@ -1,0 +1,309 @@
+"""Hyper-connections on the device: mix, collapse + norm, expand, and all of them in one pass.
+
+Owns checks, tile choice and launches. Which site's ``pre`` collapses which site is the model's business.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.argument_checks import FLOATS, expect_output, expect_tensor
+from kernels.hyper_connections.kernel import (
+    PARTIAL_WIDTH,
+    collapse_norm_kernel,
+    expand_streams_kernel,
+    finish_mix_kernel,
+    stream_pass_kernel,
+)
+from kernels.hyper_connections.reference import StreamMix
+
+NUM_STREAMS = 4
+FINISH_ROWS = 4
+
+
+class StreamConfig(NamedTuple):
+    """Tiles of the pass over the streams: functions of the width alone. ``part`` is the split of the sums."""
+
+    rows: int
+    block: int
+    part: int
+    num_warps: int
+
+
+class SiteInput(NamedTuple):
+    """What a sublayer starts from."""
+
+    streams: Tensor  # [num_rows, K, hidden]
+    x: Tensor  # [num_rows, hidden], collapsed and normed
+    mix: StreamMix
+
+
+def choose_config(width: int) -> StreamConfig:
+    """64 rows a tile whatever their number, and parts of 256 columns (four blocks)."""
+    block = min(64, max(16, triton.next_power_of_2(width)))
+    return StreamConfig(64, block, min(256, triton.cdiv(width, block) * block), 8)
+
+
+def mix_streams(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    num_iterations: int,
+    eps: float,
+    norm_eps: float,
+    out: StreamMix | None = None,
+) -> StreamMix:
+    """Mixing weights of every row from its own streams.
+
+    Args:
+        streams: [num_rows, 4, hidden], float32 or bfloat16.
+        fn: [24, 4 * hidden] fp32, stream-major; base: [24] fp32; scale: [3] fp32, for pre, post and comb.
+        num_iterations: Sinkhorn rounds, the first one being softmax over rows + column division.
+        eps: added inside the Sinkhorn and to ``pre``; norm_eps: of the RMS over all streams.
+        out: where to write; None allocates.
+
+    Returns:
+        pre [num_rows, 4], post [num_rows, 4], comb [num_rows, 4, 4], fp32. The model page's section 7.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    return _run_pass(
+        streams, fn, base, scale, num_iterations=num_iterations, eps=eps, norm_eps=norm_eps, out_mix=out
+    )[2]
+
+
+def read_streams(
+    streams: Tensor,
+    pre: Tensor,
+    norm_weight: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    num_iterations: int,
+    eps: float,
+    norm_eps: float,
+    out_x: Tensor | None = None,
+    out_mix: StreamMix | None = None,
+) -> SiteInput:
+    """``mix_streams`` and ``collapse_norm`` in one pass over the streams.
+
+    Args:
+        pre: [num_rows, 4] fp32, the site before's; norm_weight: [hidden] fp32. The rest as ``mix_streams``.
+
+    Returns:
+        The streams unchanged, the sublayer's input and the site's mix.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    return SiteInput(
+        *_run_pass(
+            streams, fn, base, scale, pre=pre, norm_weight=norm_weight,
+            num_iterations=num_iterations, eps=eps, norm_eps=norm_eps, out_x=out_x, out_mix=out_mix,
+        )
+    )  # fmt: skip
+
+
+def update_streams(
+    y: Tensor,
+    streams: Tensor,
+    mix: StreamMix,
+    pre: Tensor,
+    norm_weight: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    num_iterations: int,
+    eps: float,
+    norm_eps: float,
+    out_streams: Tensor | None = None,
+    out_x: Tensor | None = None,
+    out_mix: StreamMix | None = None,
+) -> SiteInput:
+    """``expand_streams`` by one site's mix and ``read_streams`` for the next, in one pass over the streams.
+
+    Args:
+        y: [num_rows, hidden], the sublayer's output, dtype of ``streams``; rows may lie apart.
+        mix: of the site that ends (``post`` and ``comb`` are read).
+        pre: [num_rows, 4] fp32, what collapses for the next sublayer. The rest as ``read_streams``.
+        out_streams: may be ``streams`` itself.
+
+    Returns:
+        The new streams, the next sublayer's input and the next site's mix.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    return SiteInput(
+        *_run_pass(
+            streams, fn, base, scale, y=y, old_mix=mix, pre=pre, norm_weight=norm_weight,
+            num_iterations=num_iterations, eps=eps, norm_eps=norm_eps,
+            out_streams=out_streams, out_x=out_x, out_mix=out_mix,
+        )
+    )  # fmt: skip
+
+
+def expand_streams(
+    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, *, out: Tensor | None = None
+) -> Tensor:
+    """``out[k] = post[k] y + sum_j comb[j, k] streams[j]`` in fp32, cast to the streams' dtype.
+
+    Args:
+        y: [num_rows, hidden], dtype of ``streams``; rows may lie apart.
+        streams: [num_rows, 4, hidden]; post: [num_rows, 4] fp32; comb: [num_rows, 4, 4] fp32.
+        out: like ``streams``, and may be ``streams`` itself; None allocates.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    num_rows, width = _expect_streams(streams)
+    out = expect_output("out", out, streams.shape, streams.dtype, streams)
+    _expect_expansion(y, streams, post, comb, "out", out)
+    if num_rows:
+        rows, block = 4, min(1024, triton.next_power_of_2(width))
+        expand_streams_kernel[(triton.cdiv(width, block), triton.cdiv(num_rows, rows))](
+            y,
+            streams,
+            post,
+            comb,
+            out,
+            num_rows,
+            y.stride(0),
+            WIDTH=width,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=8,
+        )
+    return out
+
+
+def collapse_norm(
+    streams: Tensor, pre: Tensor, norm_weight: Tensor | None, *, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """``sum_k pre[k] streams[k]`` in fp32, cast to the streams' dtype; then RMSNorm where a weight is given.
+
+    Args:
+        streams: [num_rows, 4, hidden], float32 or bfloat16; pre: [num_rows, 4] fp32.
+        norm_weight: [hidden] fp32 or None; eps: of the norm.
+        out: [num_rows, hidden]; None allocates.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    num_rows, width = _expect_streams(streams)
+    expect_tensor("pre", pre, (num_rows, NUM_STREAMS), (torch.float32,), like=streams)
+    if norm_weight is not None:
+        expect_tensor("norm_weight", norm_weight, (width,), (torch.float32,), like=streams)
+    out = expect_output("out", out, (num_rows, width), streams.dtype, streams)
+    _expect_dense("out", out)
+    if num_rows:
+        block = triton.next_power_of_2(width)
+        collapse_norm_kernel[(num_rows,)](
+            streams, pre, pre if norm_weight is None else norm_weight, out, eps,
+            WIDTH=width, BLOCK=block, HAS_NORM=norm_weight is not None,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return out
+
+
+def _expect_streams(streams: Tensor) -> tuple[int, int]:
+    expect_tensor("streams", streams, (None, NUM_STREAMS, None), FLOATS)
+    return streams.shape[0], streams.shape[2]
+
+
+def _expect_dense(name: str, x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
+
+
+def _expect_expansion(
+    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, out_name: str, out: Tensor
+) -> None:
+    num_rows, width = _expect_streams(streams)
+    expect_tensor("y", y, (num_rows, width), (streams.dtype,), like=streams, is_strided=True)
+    expect_tensor("post", post, (num_rows, NUM_STREAMS), (torch.float32,), like=streams)
+    expect_tensor("comb", comb, (num_rows, NUM_STREAMS, NUM_STREAMS), (torch.float32,), like=streams)
+    _expect_dense(out_name, out)
+
+
+def _expect_mix(mix: StreamMix | None, num_rows: int, like: Tensor) -> StreamMix:
+    vector = (num_rows, NUM_STREAMS)
+    shapes = (vector, vector, (*vector, NUM_STREAMS))
+    parts = []
+    for name, shape in zip(StreamMix._fields, shapes, strict=True):
+        given = None if mix is None else getattr(mix, name)
+        parts.append(expect_output(f"out_mix.{name}", given, shape, torch.float32, like))
+        _expect_dense(f"out_mix.{name}", parts[-1])
+    return StreamMix(*parts)
+
+
+def _run_pass(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    y: Tensor | None = None,
+    old_mix: StreamMix | None = None,
+    pre: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    num_iterations: int,
+    eps: float,
+    norm_eps: float,
+    out_streams: Tensor | None = None,
+    out_x: Tensor | None = None,
+    out_mix: StreamMix | None = None,
+) -> tuple[Tensor, Tensor, StreamMix]:
+    """Both kernels: ``y`` and ``old_mix`` expand first, ``pre`` and ``norm_weight`` collapse and norm.
+
+    Returns (streams, x, mix); x is ``streams`` where nothing is collapsed.
+    """
+    num_rows, width = _expect_streams(streams)
+    size = 2 * NUM_STREAMS + NUM_STREAMS**2
+    expect_tensor("fn", fn, (size, NUM_STREAMS * width), (torch.float32,), like=streams)
+    expect_tensor("base", base, (size,), (torch.float32,), like=streams)
+    expect_tensor("scale", scale, (3,), (torch.float32,), like=streams)
+    if num_iterations < 1:
+        raise ValueError(f"num_iterations: expected at least 1, got {num_iterations}")
+    new_streams, x = streams, streams
+    if y is not None and old_mix is not None:
+        new_streams = expect_output("out_streams", out_streams, streams.shape, streams.dtype, streams)
+        _expect_expansion(y, streams, old_mix.post, old_mix.comb, "out_streams", new_streams)
+    if pre is not None and norm_weight is not None:
+        expect_tensor("pre", pre, (num_rows, NUM_STREAMS), (torch.float32,), like=streams)
+        expect_tensor("norm_weight", norm_weight, (width,), (torch.float32,), like=streams)
+        x = expect_output("out_x", out_x, (num_rows, width), streams.dtype, streams)
+        _expect_dense("out_x", x)
+    mix = _expect_mix(out_mix, num_rows, streams)
+    if num_rows == 0:
+        return new_streams, x, mix
+    config = choose_config(width)
+    num_parts = triton.cdiv(width, config.part)
+    partial = torch.empty(
+        num_parts, num_rows, PARTIAL_WIDTH.value, dtype=torch.float32, device=streams.device
+    )
+    old = mix if old_mix is None else old_mix
+    stream_pass_kernel[(num_parts, triton.cdiv(num_rows, config.rows))](
+        streams if y is None else y, streams, old.post, old.comb, mix.pre if pre is None else pre, fn,
+        new_streams, x, partial,
+        num_rows, 0 if y is None else y.stride(0),
+        WIDTH=width, PART=config.part, ROWS=config.rows, BLOCK=config.block,
+        HAS_EXPAND=y is not None, HAS_COLLAPSE=pre is not None, IS_BF16=streams.dtype == torch.bfloat16,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    finish_mix_kernel[(triton.cdiv(num_rows, FINISH_ROWS),)](
+        partial, base, scale, base if norm_weight is None else norm_weight, mix.pre, mix.post, mix.comb, x,
+        num_rows, eps, norm_eps,
+        WIDTH=width, NUM_PARTS=num_parts, NUM_ITERATIONS=num_iterations, ROWS=FINISH_ROWS,
+        BLOCK=triton.next_power_of_2(width), HAS_COLLAPSE=pre is not None, num_warps=8,
+    )  # fmt: skip
+    return new_streams, x, mix

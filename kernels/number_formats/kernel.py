@@ -1,0 +1,90 @@
+"""Device code of the small number formats: bit-exact twins of this folder's reference.
+
+Channels come as an even and an odd half, because one byte (or pair of bytes) carries two neighbours.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def e2m1_values(codes):
+    """4-bit codes (int32) -> fp32."""
+    magnitude = codes & 7
+    normal = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
+    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal.to(tl.float32, bitcast=True))
+    return tl.where(codes >= 8, -value, value)
+
+
+@triton.jit
+def e2m1_codes(x):
+    """fp32 -> 4-bit codes (int32): to nearest, ties to the even code, sign in bit 3."""
+    a = tl.abs(x)
+    code = (
+        (a > 0.25).to(tl.int32)
+        + (a >= 0.75).to(tl.int32)
+        + (a > 1.25).to(tl.int32)
+        + (a >= 1.75).to(tl.int32)
+    )
+    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
+    return code | tl.where(x.to(tl.int32, bitcast=True) < 0, 8, 0)
+
+
+@triton.jit
+def e4m3_values(codes):
+    """Bytes of e4m3 in any integer type -> fp32."""
+    return codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def e4m3_codes(x):
+    """fp32 of magnitude <= 448 -> bytes of e4m3 (int32), to nearest even.
+
+    In integers and one fp32 addition, because Triton's interpreter does not round its own conversion.
+    """
+    a = tl.abs(x)
+    exponent = tl.maximum(a.to(tl.int32, bitcast=True) >> 23, 121)
+    # A number whose own last place is the target's last place: the sum rounds to it.
+    anchor = ((exponent + 20) << 23).to(tl.float32, bitcast=True)
+    rounded = (a + anchor) - anchor
+    bits = rounded.to(tl.int32, bitcast=True)
+    code = tl.where(bits < (121 << 23), (rounded * 512.0).to(tl.int32), (bits >> 20) - (120 << 3))
+    return code | tl.where(x.to(tl.int32, bitcast=True) < 0, 128, 0)
+
+
+@triton.jit
+def e8m0_values(exponents):
+    """Bytes -> powers of two in fp32; byte 0 is 2^-127."""
+    bits = exponents.to(tl.int32) << 23
+    return tl.where(exponents == 0, 0x400000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ceil_power_of_two(x):
+    """Biased exponent (int32) of the smallest power of two >= a positive fp32 number."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+
+
+@triton.jit
+def group_maxima(even, odd, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Largest magnitude of each run of PAIRS pairs: two [ROWS, HALF] -> [ROWS, HALF / PAIRS]."""
+    largest = tl.maximum(tl.abs(even), tl.abs(odd))
+    return tl.max(tl.reshape(largest, [ROWS, HALF // PAIRS, PAIRS]), 2)
+
+
+@triton.jit
+def scale_groups(x, scales, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Multiply each run of PAIRS channels of a half by its scale [ROWS, HALF / PAIRS]."""
+    grouped = tl.reshape(x, [ROWS, HALF // PAIRS, PAIRS])
+    return tl.reshape(grouped * scales[:, :, None], [ROWS, HALF])
+
+
+@triton.jit
+def divide_groups(x, scales, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Divide each run of PAIRS channels of a half by its scale, correctly rounded."""
+    grouped = tl.reshape(x, [ROWS, HALF // PAIRS, PAIRS])
+    wide = tl.broadcast_to(scales[:, :, None], [ROWS, HALF // PAIRS, PAIRS])
+    return tl.reshape(tl.div_rn(grouped, wide), [ROWS, HALF])
