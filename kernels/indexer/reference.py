@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.indexer.pages import KeyPages
+from kernels.number_formats import unpack_fp4_index
 from kernels.tree_sum import tree_sum
 
 
@@ -67,3 +69,41 @@ def block_maxima_reference(scores: Tensor, newest_block: Tensor, first_block: in
     maxima = scores.unflatten(1, (-1, block_size)).amax(-1)
     blocks = torch.arange(first_block, first_block + maxima.shape[1], device=scores.device)
     return maxima.masked_fill(blocks[None] == newest_block[:, None], float("inf"))
+
+
+def paged_keys_reference(pages: KeyPages, entries: Tensor) -> Tensor:
+    """fp32 index keys of entry numbers [num_rows, n] of each row's sequence: [num_rows, n, dim]."""
+    blocks = torch.div(entries, pages.entries_per_block, rounding_mode="floor")
+    tables = pages.block_tables[pages.sequences]
+    found = tables.gather(1, blocks.clamp(0, tables.shape[1] - 1))
+    stored = pages.keys[found * pages.entries_per_block + entries % pages.entries_per_block]
+    return unpack_fp4_index(stored) if stored.dtype == torch.uint8 else stored.float()
+
+
+def paged_index_scores_reference(q: Tensor, head_weights: Tensor, pages: KeyPages) -> Tensor:
+    """Twin of ``index_scores``: [num_rows, max_entries] fp32, -inf from ``num_visible`` on."""
+    entries = torch.arange(pages.max_entries, device=q.device).expand(q.shape[0], -1)
+    return _visible_scores(q, head_weights, pages, entries, entries < pages.num_visible[:, None])
+
+
+def candidate_scores_reference(
+    q: Tensor, head_weights: Tensor, pages: KeyPages, blocks: Tensor, *, block_size: int
+) -> Tensor:
+    """Twin of ``candidate_scores``: [num_rows, num_blocks * block_size] fp32, -inf for none."""
+    entries = (blocks[:, :, None] * block_size + torch.arange(block_size, device=q.device)).flatten(1)
+    exists = (blocks >= 0).repeat_interleave(block_size, dim=1) & (entries < pages.num_visible[:, None])
+    return _visible_scores(q, head_weights, pages, entries.clamp_min(0), exists)
+
+
+def _visible_scores(q: Tensor, head_weights: Tensor, pages: KeyPages, entries: Tensor, exists: Tensor) -> Tensor:
+    queries = unpack_fp4_index(q) if q.dtype == torch.uint8 else q.float()
+    keys = paged_keys_reference(pages, torch.where(exists, entries, 0))
+    return index_scores_reference(queries, head_weights, keys).masked_fill(~exists, float("-inf"))
+
+
+def select_topk_reference(values: Tensor, exists: Tensor, k: int) -> Tensor:
+    """Numbers of the k best values above -inf of each row, ascending, -1 behind; ties by lowest number."""
+    values = values.masked_fill(~exists, float("-inf"))
+    values = torch.nn.functional.pad(values, (0, max(k - values.shape[1], 0)), value=float("-inf"))
+    best, numbers = torch.sort(values, dim=1, descending=True, stable=True)
+    return ascending_selection_reference(best[:, :k], numbers[:, :k])

@@ -1,0 +1,87 @@
+"""Device code of the selection: the k best of a row, without sorting it.
+
+Maxima over runs of a row, and over runs of those, bound where the best can be; a program then finds
+the k-th best of a few thousand values by bisecting their bit patterns, and writes what is at or above
+it in ascending order. Knows scores and numbers only, neither keys nor sequences.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def run_maxima_kernel(
+    values_ptr, limits_ptr, maxima_ptr, stride_values, stride_maxima,
+    LIMIT_FACTOR: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Maxima of BLOCK runs of FACTOR values of a row; values from the row's limit on count as -inf."""
+    row = tl.program_id(0).to(tl.int64)
+    limit = tl.cdiv(tl.load(limits_ptr + row), LIMIT_FACTOR)
+    first = tl.program_id(1) * BLOCK
+    if first * FACTOR < limit:
+        runs = first + tl.arange(0, BLOCK)
+        columns = runs[:, None] * FACTOR + tl.arange(0, FACTOR)[None, :]
+        values = tl.load(values_ptr + row * stride_values + columns, mask=columns < limit, other=float("-inf"))
+        tl.store(maxima_ptr + row * stride_maxima + runs, tl.max(values, 1), mask=runs * FACTOR < limit)
+
+
+@triton.jit
+def select_kernel(
+    values_ptr, limits_ptr, parents_ptr, names_ptr, selected_ptr,
+    num_values, stride_values, stride_parents, stride_names, stride_selected,
+    K: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr, LIMIT_FACTOR: tl.constexpr,
+    NAME_FACTOR: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """The K best of a row's candidates, lowest number first on ties, ascending, -1 behind.
+
+    Candidates are numbers 0 .. num_values - 1, or with ``parents`` the FACTOR children of each. A
+    number's value is ``values[number]``; those from the row's limit (over LIMIT_FACTOR) on do not exist.
+    PIN: the last that exists is best of all. What is written is the number, or with ``names`` child
+    ``number % NAME_FACTOR`` of name ``number // NAME_FACTOR``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, WIDTH)
+    limit = tl.cdiv(tl.load(limits_ptr + row), LIMIT_FACTOR)
+    if parents_ptr is not None:
+        is_lane = lane < K * FACTOR
+        parent = tl.load(parents_ptr + row * stride_parents + lane // FACTOR, mask=is_lane, other=-1)
+        number = parent * FACTOR + lane % FACTOR
+        exists = is_lane & (parent >= 0) & (number < limit)
+    else:
+        number = lane
+        exists = (lane < num_values) & (lane < limit)
+    value = tl.load(values_ptr + row * stride_values + number, mask=exists, other=float("-inf"))
+    if PIN:
+        value = tl.where(number == limit - 1, float("inf"), value)
+    # Order-preserving bits of a float, above 0 for what can be chosen; -0.0 equals 0.0.
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
+    order = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+    order = tl.where(exists & (value > float("-inf")), order, 0)
+    threshold = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in range(32):
+        probe = threshold | bit
+        count = tl.sum((order >= probe).to(tl.int32), 0)
+        threshold = tl.where(count >= K, probe, threshold)
+        bit = bit >> 1
+    above = order > threshold
+    equal = (order == threshold) & (order > 0)
+    num_above = tl.sum(above.to(tl.int32), 0)
+    # One scan counts both: those above in the high half, the equal ones (at most WIDTH) in the low half.
+    both = tl.cumsum((above.to(tl.int32) << 16) | equal.to(tl.int32), 0)
+    above_before = (both >> 16) - above.to(tl.int32)
+    equal_before = (both & 0xFFFF) - equal.to(tl.int32)
+    room = K - num_above
+    is_chosen = above | (equal & (equal_before < room))
+    place = above_before + tl.minimum(equal_before, room)
+    if names_ptr is not None:
+        name = tl.load(names_ptr + row * stride_names + number // NAME_FACTOR, mask=is_chosen, other=0)
+        number = name.to(tl.int32) * NAME_FACTOR + number % NAME_FACTOR
+    target = selected_ptr + row * stride_selected
+    tl.store(target + place, number.to(selected_ptr.dtype.element_ty), mask=is_chosen)
+    num_chosen = num_above + tl.minimum(tl.sum(equal.to(tl.int32), 0), room)
+    padding = tl.arange(0, triton.next_power_of_2(K))
+    is_padding = (padding >= num_chosen) & (padding < K)
+    tl.store(target + padding, tl.full([triton.next_power_of_2(K)], -1, selected_ptr.dtype.element_ty), mask=is_padding)
