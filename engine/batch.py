@@ -43,11 +43,9 @@ class RowSet:
 
 @dataclass(frozen=True, slots=True)
 class WindowInputs:
-    """Where window keys come from: ``cat(history, the layer's own input rows)``, and what the ring keeps."""
+    """Where window keys come from: ``cat(rings, the layer's own input rows)``, and what the ring keeps."""
 
-    history_rows: Tensor  # [num_chunks * (window - 1)] flat ring rows
-    key_rows: Tensor  # [num_output_rows, window] into the concatenation
-    is_valid: Tensor  # [num_output_rows, window] bool
+    rows: Tensor  # [num_output_rows, window] into the concatenation, positions ascending; -1 is none
     ring_sources: Tensor  # [n] input rows that the ring keeps
     ring_targets: Tensor  # [n] flat ring rows
 
@@ -56,7 +54,6 @@ class WindowInputs:
 class CompressInputs:
     """Groups that complete in this step: rows of ``cat(open groups, the layer's input rows)``."""
 
-    open_rows: Tensor  # [num_chunks * (ratio - 1)] flat rows of the open-group state
     group_rows: Tensor  # [num_groups, ratio]; padded to a multiple of ROW_PADDING
     group_positions: Tensor  # [num_groups] position of the group's first token
     entry_slots: Tensor  # [num_groups] pool slot, -1 = do not write
@@ -68,19 +65,11 @@ class CompressInputs:
 class SelectInputs:
     """What a query may select from."""
 
-    num_visible: Tensor  # [num_output_rows] int64 entries visible to the row
+    num_visible: Tensor  # [num_output_rows] int64 entries visible to the row; 0 for padding
+    max_visible: int  # the most of any row, at least 1
     chunks: Tensor  # [num_output_rows] int64
-    host_num_visible: np.ndarray
-    host_chunks: np.ndarray
     block_tables: Tensor  # [num_chunks, max_blocks] int64
     entries_per_block: int
-
-    def slots(self, entries: Tensor, chunks: Tensor) -> Tensor:
-        """Pool slots of entry numbers: entries [n, k] of the chunks [n]; out-of-table blocks read block 0."""
-        blocks = torch.div(entries, self.entries_per_block, rounding_mode="floor")
-        tables = self.block_tables[chunks]
-        found = tables.gather(1, blocks.clamp(0, tables.shape[1] - 1))
-        return found * self.entries_per_block + entries % self.entries_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +85,16 @@ class BatchInputs:
     """One step's tensors; index sets are built once per distinct set of rows."""
 
     def __init__(
-        self, batch: ScheduledBatch, shape: ModelShape, tables: NgramTables | None, device: torch.device
+        self,
+        batch: ScheduledBatch,
+        shape: ModelShape,
+        tables: NgramTables | None,
+        device: torch.device,
+        *,
+        num_states: int,
     ) -> None:
         self.device = device
+        self._num_states = num_states
         self._chunks = batch.chunks
         self._window = shape.window
         self._tables = tables
@@ -191,9 +187,8 @@ class BatchInputs:
             visible[rows.num_rows :] = 0
             self._selects[key] = SelectInputs(
                 self._upload(visible),
+                max(int(visible.max(initial=0)), 1),
                 rows.chunks,
-                visible,
-                rows.host_chunks,
                 self._block_tables,
                 KV_BLOCK_SIZE // ratio,
             )
@@ -241,30 +236,23 @@ class BatchInputs:
 
     def _build_window(self, rows: RowSet, output: RowSet, floors: np.ndarray) -> WindowInputs:
         reach = self._window - 1
-        num_history = len(self._chunks) * reach
-        history = rows.first[:, None] - reach + np.arange(reach)
-        history_rows = self._slots[:, None] * self._window + np.maximum(history, 0) % self._window
         chunks = output.host_chunks
         key = output.host_positions[:, None] - reach + np.arange(self._window)
-        from_history = chunks[:, None] * reach + key - (rows.first[chunks, None] - reach)
-        from_input = num_history + rows.offset[chunks, None] + key - rows.first[chunks, None]
+        in_ring = self._slots[chunks, None] * self._window + key % self._window
+        in_rows = self._num_states * self._window + rows.offset[chunks, None] + key - rows.first[chunks, None]
         is_valid = key >= floors[chunks, None]
         is_valid[output.num_rows :] = False
-        key_rows = np.where(key >= rows.first[chunks, None], from_input, from_history)
+        key_rows = np.where(key >= rows.first[chunks, None], in_rows, in_ring)
         n = rows.num_rows
         position, chunk = rows.host_positions[:n], rows.host_chunks[:n]
         sources = np.flatnonzero(position >= self._ends[chunk] - self._window)
         targets = self._slots[chunk[sources]] * self._window + position[sources] % self._window
         return WindowInputs(
-            self._upload(history_rows.reshape(-1)),
-            self._upload(np.where(is_valid, key_rows, 0)),
-            self._upload(is_valid),
-            self._upload(sources),
-            self._upload(targets),
+            self._upload(np.where(is_valid, key_rows, -1)), self._upload(sources), self._upload(targets)
         )
 
     def _build_compress(self, rows: RowSet, ratio: int) -> CompressInputs:
-        stored = ratio - 1
+        num_stored = ratio - 1
         # A group is this step's to write when its last token is: earlier ones are in the pool already.
         first = np.maximum(self._starts, self._cached) // ratio
         counts = np.maximum(self._ends // ratio - first, 0)
@@ -272,19 +260,17 @@ class BatchInputs:
         chunk = np.repeat(np.arange(len(counts)), counts)
         group = np.arange(num_groups) - np.repeat(np.cumsum(counts) - counts - first, counts)
         token = group[:, None] * ratio + np.arange(ratio)
-        in_rows = token >= rows.first[chunk, None]
-        from_rows = len(self._chunks) * stored + rows.offset[chunk, None] + token - rows.first[chunk, None]
-        group_rows = np.where(in_rows, from_rows, chunk[:, None] * stored + token % ratio)
+        in_rows = self._num_states * num_stored + rows.offset[chunk, None] + token - rows.first[chunk, None]
+        in_state = self._slots[chunk, None] * num_stored + token % ratio
+        group_rows = np.where(token >= rows.first[chunk, None], in_rows, in_state)
         slots = [self._entry_slots(i, group[chunk == i], ratio) for i in range(len(counts))]
         padding = -num_groups % ROW_PADDING
         n = rows.num_rows
         position, row_chunk = rows.host_positions[:n], rows.host_chunks[:n]
         is_open = position >= (self._ends[row_chunk] // ratio) * ratio
         sources = np.flatnonzero(is_open)
-        targets = self._slots[row_chunk[sources]] * stored + position[sources] % ratio
-        open_rows = self._slots[:, None] * stored + np.arange(stored)
+        targets = self._slots[row_chunk[sources]] * num_stored + position[sources] % ratio
         return CompressInputs(
-            self._upload(open_rows.reshape(-1)),
             self._upload(np.pad(group_rows, ((0, padding), (0, 0)))),
             self._upload(np.pad(group * ratio, (0, padding))),
             self._upload(

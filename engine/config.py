@@ -21,7 +21,7 @@ class EngineConfig:
 
     ``num_kv_blocks`` 0 and ``max_model_len`` 0 mean "as many as fit" and "the model's own".
     ``cache_quantisation`` "none" keeps windows, entries and index vectors in ``dtype``; it exists to
-    compare with references, not to serve. ``decoder_prefill`` "bounded" is an approximation.
+    compare with references, not to serve. ``kernel_impl`` "torch" turns every op to its reference. ``decoder_prefill`` "bounded" is an approximation.
 
     ``host_memory_bytes`` is the budget for KV blocks and states kept in host memory: preempted
     sequences, evicted prefixes, snapshots. 0 keeps nothing there. ``num_host_kv_blocks`` and
@@ -31,6 +31,7 @@ class EngineConfig:
     model: str
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    kernel_impl: Literal["auto", "triton", "torch"] = "auto"
     activation_quantisation: Literal["auto", "release", "row", "none"] = "auto"
     cache_quantisation: Literal["release", "none"] = "release"
     max_model_len: int = 0
@@ -51,7 +52,13 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        names = ("max_model_len", "num_kv_blocks", "host_memory_bytes", "num_host_kv_blocks", "num_host_states")
+        names = (
+            "max_model_len",
+            "num_kv_blocks",
+            "host_memory_bytes",
+            "num_host_kv_blocks",
+            "num_host_states",
+        )
         for name in (*names, "max_num_preemptions"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
@@ -70,6 +77,7 @@ class ResolvedConfig:
     dtype: Literal["float32", "bfloat16"]
     device: Literal["cpu", "cuda"]
     device_name: str = ""
+    kernel_impl: Literal["triton", "torch"] = "torch"
     activation_quantisation: Literal["release", "row", "none"]
     cache_quantisation: Literal["release", "none"]
     max_model_len: int

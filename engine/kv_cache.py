@@ -15,16 +15,7 @@ from torch import Tensor
 from engine.block_manager import Move
 from engine.config import KV_BLOCK_SIZE
 from engine.models.deepseek_v41_config import DeepseekV41Config
-from kernels.number_formats import (
-    ENTRY_BLOCK,
-    SCALE_BLOCK,
-    pack_fp4_entry,
-    pack_fp4_index,
-    pack_fp8,
-    unpack_fp4_entry,
-    unpack_fp4_index,
-    unpack_fp8,
-)
+from kernels.number_formats import ENTRY_BLOCK, SCALE_BLOCK, pack_fp4_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +70,7 @@ class CacheLayout:
 
 
 class _Memory:
-    """Blocks and state slots on one device. Each pool has one spare row at its end: slot -1 writes there."""
+    """Blocks and state slots on one device."""
 
     def __init__(self, layout: CacheLayout, num_blocks: int, num_states: int, device: torch.device) -> None:
         config = layout.config
@@ -92,7 +83,7 @@ class _Memory:
 
         for source in config.kv_source_layer_ids:
             ratio = config.compress_ratios[source]
-            num_slots = num_blocks * (KV_BLOCK_SIZE // ratio) + 1
+            num_slots = num_blocks * (KV_BLOCK_SIZE // ratio)
             self.entries[source] = zeros(num_slots, layout.entry_width())
             self.index_keys[source] = zeros(num_slots, layout.index_key_width())
             self.open_groups[source] = zeros(
@@ -108,7 +99,7 @@ class _Memory:
     def block_views(self) -> list[Tensor]:
         """Every pool as [num_blocks, ...]."""
         pools = [*self.entries.values(), *self.index_keys.values()]
-        return [pool[:-1].view(self.num_blocks, -1) for pool in pools] if self.num_blocks else []
+        return [pool.view(self.num_blocks, -1) for pool in pools] if self.num_blocks else []
 
     def state_views(self) -> list[Tensor]:
         """Every per-sequence buffer as [num_states, ...]."""
@@ -123,7 +114,12 @@ def _direction(move: Move) -> tuple[str, str, str]:
 
 
 class KVCache:
-    """Device and host memory of one rank, read and written by layers through packed formats."""
+    """Device and host memory of one rank.
+
+    By KV source: ``entries`` [num_slots, entry_width], ``index_keys`` [num_slots, index_key_width],
+    ``open_groups`` [num_states * (ratio - 1), 2, head_dim] fp32. By layer: ``windows``
+    [num_states * window, window_width], position p of a state's sequence in row p modulo the window.
+    """
 
     def __init__(
         self,
@@ -142,7 +138,11 @@ class KVCache:
         self._views = {("block", place): memory.block_views() for place, memory in self._memory.items()} | {
             ("state", place): memory.state_views() for place, memory in self._memory.items()
         }
-        self._pools = device_memory
+        self.num_states = num_states
+        self.entries = device_memory.entries
+        self.index_keys = device_memory.index_keys
+        self.open_groups = device_memory.open_groups
+        self.windows = device_memory.windows
 
     def apply(self, moves: list[Move]) -> None:
         """Carry out moves in order; a run of one kind and direction travels together."""
@@ -154,50 +154,6 @@ class KVCache:
             for source, target in views:
                 target[targets.to(target.device)] = source[sources.to(source.device)].to(target.device)
 
-    def pack_window(self, rows: Tensor) -> Tensor:
-        """[n, head_dim] -> what a ring stores."""
-        return pack_fp8(rows) if self.layout.is_quantised else rows.to(self.layout.dtype)
-
-    def unpack_window(self, packed: Tensor) -> Tensor:
-        """What a ring stores -> [n, head_dim] fp32."""
-        return unpack_fp8(packed) if self.layout.is_quantised else packed.float()
-
-    def read_window(self, layer: int, rows: Tensor) -> Tensor:
-        """Packed ring rows [n, width]."""
-        return self._pools.windows[layer][rows]
-
-    def write_window(self, layer: int, rows: Tensor, packed: Tensor) -> None:
-        """Store packed rows."""
-        self._pools.windows[layer][rows] = packed
-
-    def read_open_groups(self, source: int, rows: Tensor) -> Tensor:
-        """Keys and gates of open groups: [n, 2, head_dim] fp32."""
-        return self._pools.open_groups[source][rows]
-
-    def write_open_groups(self, source: int, rows: Tensor, keys_and_gates: Tensor) -> None:
-        """Store keys and gates of tokens whose group is not complete."""
-        self._pools.open_groups[source][rows] = keys_and_gates
-
-    def write_entries(self, source: int, slots: Tensor, entries: Tensor, index_keys: Tensor) -> None:
-        """Quantise, store rotated entries [n, head_dim] and index keys [n, index_head_dim]; slot -1 skips."""
-        quantised = self.layout.is_quantised
-        self._pools.entries[source][slots] = (
-            pack_fp4_entry(entries) if quantised else entries.to(self.layout.dtype)
-        )
-        self._pools.index_keys[source][slots] = (
-            pack_fp4_index(index_keys) if quantised else index_keys.to(self.layout.dtype)
-        )
-
-    def read_entries(self, source: int, slots: Tensor) -> Tensor:
-        """slots [...] -> [..., head_dim] fp32."""
-        stored = self._pools.entries[source][slots]
-        return unpack_fp4_entry(stored) if self.layout.is_quantised else stored.float()
-
-    def read_index_keys(self, source: int, slots: Tensor) -> Tensor:
-        """slots [...] -> [..., index_head_dim] fp32."""
-        stored = self._pools.index_keys[source][slots]
-        return unpack_fp4_index(stored) if self.layout.is_quantised else stored.float()
-
-    def quantise_index_query(self, q: Tensor) -> Tensor:
-        """Index queries as keys are stored: fp32 values of the fp4 format."""
-        return unpack_fp4_index(pack_fp4_index(q)) if self.layout.is_quantised else q.float()
+    def pack_index_query(self, q: Tensor) -> Tensor:
+        """Index queries [num_rows, num_heads, dim] in the format of the index keys."""
+        return pack_fp4_index(q) if self.layout.is_quantised else q.contiguous()

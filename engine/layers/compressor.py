@@ -1,4 +1,4 @@
-"""Compressor: a KV source's latents from complete groups, with open groups kept between steps."""
+"""Compressor: a KV source's entries and index keys from complete groups, with open groups kept between steps."""
 
 from __future__ import annotations
 
@@ -8,36 +8,75 @@ from torch import Tensor
 from engine.batch import CompressInputs
 from engine.kv_cache import KVCache
 from engine.layers.linear import Linear
-from engine.layers.norm import RMSNorm
+from engine.layers.ops import Ops
+from engine.layers.rotary import RotaryEmbedding
 from engine.loader import WeightReader
 from engine.models.deepseek_v41_config import DeepseekV41Config
-from kernels.compressor import pool_groups_reference
 
 
 class Compressor:
-    """The model page's section 5. Ratio 1 projects; higher ratios pool in fp32 with per-channel gates."""
+    """The model page's sections 5 and 6 (keys). Ratio 1 projects; higher ratios pool in fp32 with gates."""
 
-    def __init__(self, reader: WeightReader, prefix: str, config: DeepseekV41Config, layer: int) -> None:
-        hidden, head_dim = config.hidden_size, config.head_dim
-        self.layer = layer
-        self.ratio = config.compress_ratios[layer]
+    def __init__(
+        self,
+        reader: WeightReader,
+        prefix: str,
+        config: DeepseekV41Config,
+        layer: int,
+        rotary: RotaryEmbedding,
+        ops: Ops,
+    ) -> None:
+        hidden, head_dim, index_dim = config.hidden_size, config.head_dim, config.index_head_dim
+        self._layer = layer
+        self._eps = config.rms_norm_eps
+        self._rotary = rotary
+        self._ops = ops
         self._dtype = reader.dtype
-        dtype = reader.dtype if self.ratio == 1 else torch.float32
-        self._wkv = Linear(reader.linear(f"{prefix}.wkv", head_dim, hidden, dtype))
-        self._wgate = (
-            Linear(reader.linear(f"{prefix}.wgate", head_dim, hidden, dtype)) if self.ratio > 1 else None
-        )
-        self._norm = RMSNorm(
-            reader.tensor(f"{prefix}.norm.weight", (head_dim,), torch.float32), config.rms_norm_eps
-        )
+        own, keys = f"{prefix}.compressor", f"{prefix}.indexer"
+        ratio = config.compress_ratios[layer]
+        dtype = reader.dtype if ratio == 1 else torch.float32
+        self._wkv = Linear(reader.linear(f"{own}.wkv", head_dim, hidden, dtype))
+        self._wgate = Linear(reader.linear(f"{own}.wgate", head_dim, hidden, dtype)) if ratio > 1 else None
+        self._norm = reader.tensor(f"{own}.norm.weight", (head_dim,), torch.float32)
+        self._wk = Linear(reader.linear(f"{keys}.wk", index_dim, head_dim))
+        self._k_norm = reader.tensor(f"{keys}.k_norm.weight", (index_dim,), torch.float32)
 
-    def __call__(self, x: Tensor, inputs: CompressInputs, cache: KVCache) -> Tensor:
-        """Latents of the groups that complete: x [num_rows, hidden] -> [num_groups, head_dim], unrotated."""
+    def __call__(self, x: Tensor, inputs: CompressInputs, cache: KVCache) -> None:
+        """x [num_rows, hidden] normed: store what completes, keep what stays open."""
+        open_groups = None
         if self._wgate is None:
-            return self._norm(self._wkv(x)[inputs.group_rows[:, 0]])
-        wide = x.float()
-        fresh = torch.stack([self._wkv(wide), self._wgate(wide)], dim=1)
-        rows = torch.cat([cache.read_open_groups(self.layer, inputs.open_rows), fresh])
-        latents = pool_groups_reference(rows, inputs.group_rows).to(self._dtype)
-        cache.write_open_groups(self.layer, inputs.open_targets, fresh[inputs.open_sources])
-        return self._norm(latents)
+            source = self._wkv(x)
+        else:
+            wide = x.float()
+            source = torch.stack([self._wkv(wide), self._wgate(wide)], dim=1)
+            open_groups = cache.open_groups[self._layer]
+        if inputs.entry_slots.shape[0]:
+            self._store(source, open_groups, inputs, cache)
+        if open_groups is not None:
+            self._ops.copy_rows(source, open_groups, inputs.open_sources, inputs.open_targets)
+
+    def _store(
+        self, source: Tensor, open_groups: Tensor | None, inputs: CompressInputs, cache: KVCache
+    ) -> None:
+        tables = self._rotary.tables(inputs.group_positions, is_compressing=True)
+        latents = self._ops.compress_and_store(
+            source,
+            open_groups,
+            inputs.group_rows,
+            self._norm,
+            tables.cos,
+            tables.sin,
+            inputs.entry_slots,
+            cache.entries[self._layer],
+            eps=self._eps,
+            dtype=self._dtype,
+        )
+        self._ops.store_index_keys(
+            self._wk(latents),
+            self._k_norm,
+            tables.cos,
+            tables.sin,
+            inputs.entry_slots,
+            cache.index_keys[self._layer],
+            eps=self._eps,
+        )

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from engine.layers.linear import ActivationFormat, Linear
 from engine.layers.ngrams import NgramTables
+from engine.layers.ops import Ops
 from engine.loader import WeightReader
 from engine.models.deepseek_v41_config import DeepseekV41Config
-from kernels.engram import engram_gate_reference, engram_hash_reference
-from kernels.number_formats import SCALE_BLOCK, e8m0_to_float
+from kernels.engram import engram_hash_reference
+from kernels.number_formats import SCALE_BLOCK
 
 
 class Engram:
@@ -27,6 +28,7 @@ class Engram:
         index: int,
         tables: NgramTables,
         activations: ActivationFormat,
+        ops: Ops,
     ) -> None:
         k, hidden, dim = config.hc_mult, config.hidden_size, config.engram_head_dim
         num_rows = config.engram_num_embeddings[index]
@@ -34,6 +36,7 @@ class Engram:
         self._config = config
         self._dtype = reader.dtype
         self._activations = activations
+        self._ops = ops
         self._table = reader.raw(f"{prefix}.embed.weight", (num_rows, dim)).to(reader.device)  # as stored
         self._table_scale: Tensor | None = None
         if reader.has(f"{prefix}.embed.scale"):
@@ -54,13 +57,10 @@ class Engram:
     def __call__(self, streams: Tensor, hash_rows: Tensor) -> Tensor:
         """streams [num_rows, K, hidden], hash_rows [num_rows, n] -> new streams."""
         k, hidden = self._config.hc_mult, self._config.hidden_size
-        looked_up = self._table[hash_rows].float()
-        if self._table_scale is not None:
-            scales = e8m0_to_float(self._table_scale[hash_rows])
-            looked_up = (looked_up.unflatten(-1, (-1, SCALE_BLOCK)) * scales[..., None]).flatten(-2)
-        projected = self._wkv(self._activations(looked_up.to(self._dtype).flatten(1)))
+        looked_up = self._ops.engram_gather(self._table, self._table_scale, hash_rows, dtype=self._dtype)
+        projected = self._wkv(self._activations(looked_up))
         keys = projected[:, : k * hidden].unflatten(1, (k, hidden))
         value = projected[:, k * hidden :]
-        return engram_gate_reference(
+        return self._ops.engram_gate(
             streams, keys, value, self._q_weight, self._k_weight, eps=self._config.rms_norm_eps
         )

@@ -1,5 +1,5 @@
 from kernels.hyper_connections.op import (
-    SiteInput,
+    NUM_STREAMS,
     choose_config,
     collapse_norm,
     expand_streams,
@@ -8,15 +8,18 @@ from kernels.hyper_connections.op import (
     update_streams,
 )
 from kernels.hyper_connections.reference import (
+    SiteInput,
     StreamMix,
     collapse_norm_reference,
     collapse_streams_reference,
     expand_streams_reference,
     mix_streams_reference,
+    read_streams_reference,
     update_streams_reference,
 )
 
 __all__ = [
+    "NUM_STREAMS",
     "SiteInput",
     "StreamMix",
     "choose_config",
@@ -28,6 +31,7 @@ __all__ = [
     "mix_streams",
     "mix_streams_reference",
     "read_streams",
+    "read_streams_reference",
     "update_streams",
     "update_streams_reference",
 ]

@@ -19,7 +19,7 @@ from kernels.hyper_connections.kernel import (
     finish_mix_kernel,
     stream_pass_kernel,
 )
-from kernels.hyper_connections.reference import StreamMix
+from kernels.hyper_connections.reference import SiteInput, StreamMix
 
 NUM_STREAMS = 4
 FINISH_ROWS = 4
@@ -32,14 +32,6 @@ class StreamConfig(NamedTuple):
     block: int
     part: int
     num_warps: int
-
-
-class SiteInput(NamedTuple):
-    """What a sublayer starts from."""
-
-    streams: Tensor  # [num_rows, K, hidden]
-    x: Tensor  # [num_rows, hidden], collapsed and normed
-    mix: StreamMix
 
 
 def choose_config(width: int) -> StreamConfig:

@@ -23,6 +23,14 @@ class StreamMix(NamedTuple):
     comb: Tensor  # [num_rows, K, K] fp32; the first K is summed over
 
 
+class SiteInput(NamedTuple):
+    """What a sublayer starts from."""
+
+    streams: Tensor  # [num_rows, K, hidden]
+    x: Tensor  # [num_rows, hidden], collapsed and normed
+    mix: StreamMix
+
+
 def mix_streams_reference(
     streams: Tensor,
     fn: Tensor,
@@ -95,6 +103,25 @@ def collapse_norm_reference(streams: Tensor, pre: Tensor, norm_weight: Tensor | 
     return collapsed if norm_weight is None else rms_norm_reference(collapsed, norm_weight, eps=eps)
 
 
+def read_streams_reference(
+    streams: Tensor,
+    pre: Tensor,
+    norm_weight: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    num_iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> SiteInput:
+    """A site's input and mix; the op's signature and returns."""
+    mix = mix_streams_reference(
+        streams, fn, base, scale, num_iterations=num_iterations, eps=eps, norm_eps=norm_eps
+    )
+    return SiteInput(streams, collapse_norm_reference(streams, pre, norm_weight, eps=norm_eps), mix)
+
+
 def update_streams_reference(
     y: Tensor,
     streams: Tensor,
@@ -108,9 +135,9 @@ def update_streams_reference(
     num_iterations: int,
     eps: float,
     norm_eps: float,
-) -> tuple[Tensor, Tensor, StreamMix]:
+) -> SiteInput:
     """Expand by one site's mix, then the next site's input and mix; the op's signature and returns."""
-    new = expand_streams_reference(y, streams, mix.post, mix.comb)
-    x = collapse_norm_reference(new, pre, norm_weight, eps=norm_eps)
-    options = {"eps": eps, "norm_eps": norm_eps}
-    return new, x, mix_streams_reference(new, fn, base, scale, num_iterations=num_iterations, **options)
+    streams = expand_streams_reference(y, streams, mix.post, mix.comb)
+    return read_streams_reference(
+        streams, pre, norm_weight, fn, base, scale, num_iterations=num_iterations, eps=eps, norm_eps=norm_eps
+    )

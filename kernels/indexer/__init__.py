@@ -1,5 +1,5 @@
 from kernels.indexer.op import candidate_scores, index_scores
-from kernels.indexer.pages import KeyPages
+from kernels.indexer.pages import KeyPages, SelectedEntries
 from kernels.indexer.reference import (
     ascending_selection_reference,
     block_maxima_reference,
@@ -7,9 +7,10 @@ from kernels.indexer.reference import (
     index_scores_reference,
     merge_topk_reference,
     paged_index_scores_reference,
+    select_entries_reference,
     select_topk_reference,
 )
-from kernels.indexer.selection import SelectedEntries, select_entries, select_topk
+from kernels.indexer.selection import select_entries, select_topk
 
 __all__ = [
     "KeyPages",
@@ -23,6 +24,7 @@ __all__ = [
     "merge_topk_reference",
     "paged_index_scores_reference",
     "select_entries",
+    "select_entries_reference",
     "select_topk",
     "select_topk_reference",
 ]

@@ -12,19 +12,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Four packed bytes at once. The eight magnitudes are the bytes of two registers that prmt picks from; a
 # sign picks the negated ones. Then each byte is doubled by bit 0 of its shift, and quadrupled by bit 1.
-_UNPACK_ASM = tl.constexpr("""
+_UNPACK_ASM = tl.constexpr(
+    """
 {
 .reg .b32 s, p, n, m, t, m0, m1;
 and.b32 m0, $3, 0x01010101; mul.lo.u32 m0, m0, 0xFF;
 shr.u32 m1, $3, 1; and.b32 m1, m1, 0x01010101; mul.lo.u32 m1, m1, 0xFF;
 """
-+ "".join(
-    """
+    + "".join(
+        """
 shr.u32 s, $2, %d; and.b32 s, s, 0x0F0F0F0F; shr.u32 t, s, 4; or.b32 s, s, t; prmt.b32 s, s, 0, 0x4420;
 and.b32 t, s, 0x7777; prmt.b32 p, 0x03020100, 0x0C080604, t; prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, t;
 shr.u32 t, s, 3; and.b32 t, t, 0x1111; prmt.b32 m, 0x0000FF00, 0, t;
@@ -32,10 +32,11 @@ lop3.b32 p, m, n, p, 0xCA;
 shl.b32 t, p, 1; and.b32 t, t, 0xFEFEFEFE; lop3.b32 p, m0, t, p, 0xCA;
 shl.b32 t, p, 2; and.b32 t, t, 0xFCFCFCFC; lop3.b32 $%d, m1, t, p, 0xCA;
 """
-    % (4 * half, half)
-    for half in (0, 1)
+        % (4 * half, half)
+        for half in (0, 1)
+    )
+    + "}"
 )
-+ "}")
 
 
 @triton.jit
@@ -198,7 +199,17 @@ def _score_tile(
                     q_base = q_ptr + (rows.to(tl.int64) * H + head) * (D // 2 + D // 32)
                     q_exponents = tl.load(exponents_ptr + rows * H + head, mask=in_range, other=-1)
                     products = _wide_products(
-                        q, keys_t, q_base, in_range, q_exponents, q_exponents >= 0, k_base, k_mask, k_exponents, k_wide, D
+                        q,
+                        keys_t,
+                        q_base,
+                        in_range,
+                        q_exponents,
+                        q_exponents >= 0,
+                        k_base,
+                        k_mask,
+                        k_exponents,
+                        k_wide,
+                        D,
                     )
                 elif FP4:
                     products = tl.dot(q, keys_t, out_dtype=tl.int32).to(tl.float32)
@@ -209,7 +220,18 @@ def _score_tile(
                 acc *= _power_of_two(k_exponents)[None, :]
         acc = tl.where((first + tl.arange(0, N))[None, :] < visible[:, None], acc, float("-inf"))
         _store_scores(
-            scores_ptr, maxima_ptr, acc, rows, row_mask, first, num_entries, stride_scores, stride_maxima, M, N, FACTOR
+            scores_ptr,
+            maxima_ptr,
+            acc,
+            rows,
+            row_mask,
+            first,
+            num_entries,
+            stride_scores,
+            stride_maxima,
+            M,
+            N,
+            FACTOR,
         )
 
 
@@ -251,12 +273,16 @@ def score_tiles_kernel(
                         k_mask = entries < limit
                         table = tables_ptr + (zero + chunk) * stride_table
                         if FP4:
-                            k_base = _key_bases(pool_ptr, table, entries, k_mask, ENTRIES_PER_BLOCK, D // 2 + D // 32)
+                            k_base = _key_bases(
+                                pool_ptr, table, entries, k_mask, ENTRIES_PER_BLOCK, D // 2 + D // 32
+                            )
                             keys, k_exponents, k_wide = _unpack_fp4(k_base, k_mask, N, D, MAX_FOLD)
                             any_wide = tl.max(k_wide.to(tl.int32), 0) > 0
                         else:
                             k_base = _key_bases(pool_ptr, table, entries, k_mask, ENTRIES_PER_BLOCK, D)
-                            keys = tl.load(k_base[:, None] + tl.arange(0, D)[None, :], mask=k_mask[:, None], other=0.0)
+                            keys = tl.load(
+                                k_base[:, None] + tl.arange(0, D)[None, :], mask=k_mask[:, None], other=0.0
+                            )
                             k_exponents, k_wide, any_wide = entries, k_mask, False
                         keys_t = keys.T
                         for tile in range(outer, outer_end, M):
@@ -316,7 +342,9 @@ def score_rows_kernel(
                 mask = numbers < end
                 entries = numbers
                 if blocks_ptr is not None:
-                    block = tl.load(blocks_ptr + row64 * stride_blocks + numbers // FACTOR, mask=mask, other=-1).to(tl.int32)
+                    block = tl.load(
+                        blocks_ptr + row64 * stride_blocks + numbers // FACTOR, mask=mask, other=-1
+                    ).to(tl.int32)
                     entries = tl.maximum(block, 0) * FACTOR + numbers % FACTOR
                     mask &= block >= 0
                 mask &= entries < visible

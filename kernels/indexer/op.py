@@ -84,15 +84,26 @@ def _expect(name: str, is_right: bool, got: object, expected: object) -> None:
 
 def check_inputs(q: Tensor, head_weights: Tensor, pages: KeyPages) -> None:
     """Raise ``ValueError`` for what the kernels cannot read."""
-    _expect("q", q.dim() == 3 and q.is_contiguous(), tuple(q.shape), "contiguous [num_rows, num_heads, width]")
+    _expect(
+        "q", q.dim() == 3 and q.is_contiguous(), tuple(q.shape), "contiguous [num_rows, num_heads, width]"
+    )
     num_rows, num_heads, width = q.shape
     keys = pages.keys
-    _expect("keys", keys.dim() == 2 and keys.is_contiguous(), tuple(keys.shape), "contiguous [num_slots, width]")
+    _expect(
+        "keys", keys.dim() == 2 and keys.is_contiguous(), tuple(keys.shape), "contiguous [num_slots, width]"
+    )
     _expect("keys", keys.shape[1] == width, f"width {keys.shape[1]}", f"q's width {width}")
     _expect("keys", keys.dtype == q.dtype, keys.dtype, f"q's dtype {q.dtype}")
-    _expect("q", q.dtype in (torch.uint8, torch.bfloat16, torch.float16, torch.float32), q.dtype, "uint8 or float")
+    _expect(
+        "q", q.dtype in (torch.uint8, torch.bfloat16, torch.float16, torch.float32), q.dtype, "uint8 or float"
+    )
     dim = _dim(q)
-    _expect("q", dim in (32, 64, 128, 256) and _width(dim, q.dtype) == width, f"width {width}", "a dim of 32 .. 256")
+    _expect(
+        "q",
+        dim in (32, 64, 128, 256) and _width(dim, q.dtype) == width,
+        f"width {width}",
+        "a dim of 32 .. 256",
+    )
     _expect("q", num_heads in (16, 32, 64, 128), f"{num_heads} heads", "16, 32, 64 or 128")
     _expect(
         "head_weights",
@@ -104,7 +115,9 @@ def check_inputs(q: Tensor, head_weights: Tensor, pages: KeyPages) -> None:
     )
     for name, tensor in (("sequences", pages.sequences), ("num_visible", pages.num_visible)):
         _expect(name, tensor.shape == (num_rows,), tuple(tensor.shape), (num_rows,))
-        _expect(name, tensor.dtype == torch.int64 and tensor.is_contiguous(), tensor.dtype, "contiguous int64")
+        _expect(
+            name, tensor.dtype == torch.int64 and tensor.is_contiguous(), tensor.dtype, "contiguous int64"
+        )
     tables = pages.block_tables
     _expect("block_tables", tables.dim() == 2 and tables.dtype == torch.int64, tables.dtype, "[n, m] int64")
     _expect("block_tables", tables.stride(1) == 1, tables.stride(), "a dense last axis")
@@ -155,7 +168,9 @@ def _launch_tiles(
     descriptor = TensorDescriptor.from_tensor(
         queries.codes.view(num_rows, num_heads * dim), [config.rows, dim]
     )
-    grid = (triton.cdiv(pages.max_entries, config.entries) * triton.cdiv(num_rows, config.rows * config.group),)
+    grid = (
+        triton.cdiv(pages.max_entries, config.entries) * triton.cdiv(num_rows, config.rows * config.group),
+    )
     # Tiles with a wide vector belong to the second launch; it costs a look at the exponents.
     for is_wide in (False, True) if is_packed else (False,):
         score_tiles_kernel[grid](
@@ -198,7 +213,13 @@ def _launch_rows(
 
 
 def launch_scores(
-    q: Tensor, head_weights: Tensor, pages: KeyPages, scores: Tensor | None, maxima: Tensor | None, run: int, fills: bool
+    q: Tensor,
+    head_weights: Tensor,
+    pages: KeyPages,
+    scores: Tensor | None,
+    maxima: Tensor | None,
+    run: int,
+    fills: bool,
 ) -> None:
     """Write scores, or maxima over runs of entries, or both. Without ``fills`` only what a row sees is written."""
     queries = _unpack_queries(q, head_weights)
@@ -239,7 +260,13 @@ def index_scores(q: Tensor, head_weights: Tensor, pages: KeyPages, *, out: Tenso
 
 
 def candidate_scores(
-    q: Tensor, head_weights: Tensor, pages: KeyPages, blocks: Tensor, *, block_size: int, out: Tensor | None = None
+    q: Tensor,
+    head_weights: Tensor,
+    pages: KeyPages,
+    blocks: Tensor,
+    *,
+    block_size: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Scores of the entries of each row's kept blocks only.
 
@@ -273,5 +300,7 @@ def candidate_scores(
 
 def check_output(name: str, out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise ``ValueError`` unless ``out`` is fp32 of this shape with a dense last axis."""
-    is_right = out.shape == shape and out.dtype == torch.float32 and out.stride(1) == 1 and out.device == device
+    is_right = (
+        out.shape == shape and out.dtype == torch.float32 and out.stride(1) == 1 and out.device == device
+    )
     _expect(name, is_right, (tuple(out.shape), out.dtype, out.stride(), out.device), (shape, torch.float32))

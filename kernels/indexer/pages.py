@@ -1,4 +1,4 @@
-"""Where the rows of a launch find their index keys. Holds tensors only; no device code."""
+"""Where the rows of a launch find their index keys, and what is selected. Holds tensors only; no device code."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ class KeyPages(NamedTuple):
     num_visible: Tensor
     entries_per_block: int
     max_entries: int
+
+
+class SelectedEntries(NamedTuple):
+    """Entries of each row, ascending, -1 behind; and the kept candidate blocks where asked for."""
+
+    entries: Tensor  # [num_rows, k] int64
+    blocks: Tensor | None  # [num_rows, num_blocks] int64

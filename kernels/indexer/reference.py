@@ -9,9 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.indexer.pages import KeyPages
+from kernels.indexer.pages import KeyPages, SelectedEntries
 from kernels.number_formats import unpack_fp4_index
 from kernels.tree_sum import tree_sum
+
+ROW_TILE = 32
+ENTRY_TILE = {"cpu": 128, "cuda": 2048}
 
 
 def index_scores_reference(q: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
@@ -95,7 +98,9 @@ def candidate_scores_reference(
     return _visible_scores(q, head_weights, pages, entries.clamp_min(0), exists)
 
 
-def _visible_scores(q: Tensor, head_weights: Tensor, pages: KeyPages, entries: Tensor, exists: Tensor) -> Tensor:
+def _visible_scores(
+    q: Tensor, head_weights: Tensor, pages: KeyPages, entries: Tensor, exists: Tensor
+) -> Tensor:
     queries = unpack_fp4_index(q) if q.dtype == torch.uint8 else q.float()
     keys = paged_keys_reference(pages, torch.where(exists, entries, 0))
     return index_scores_reference(queries, head_weights, keys).masked_fill(~exists, float("-inf"))
@@ -107,3 +112,93 @@ def select_topk_reference(values: Tensor, exists: Tensor, k: int) -> Tensor:
     values = torch.nn.functional.pad(values, (0, max(k - values.shape[1], 0)), value=float("-inf"))
     best, numbers = torch.sort(values, dim=1, descending=True, stable=True)
     return ascending_selection_reference(best[:, :k], numbers[:, :k])
+
+
+def select_entries_reference(
+    q: Tensor,
+    head_weights: Tensor,
+    pages: KeyPages,
+    *,
+    k: int,
+    block_size: int,
+    num_blocks: int = 0,
+    blocks: Tensor | None = None,
+) -> SelectedEntries:
+    """Twin of ``select_entries``, one fixed tile of rows after another."""
+    queries = unpack_fp4_index(q) if q.dtype == torch.uint8 else q.float()
+    tiles = []
+    for start in range(0, q.shape[0], ROW_TILE):
+        rows = slice(start, start + ROW_TILE)
+        visible = pages.num_visible[rows]
+        tile = pages._replace(
+            sequences=pages.sequences[rows], num_visible=visible, max_entries=int(visible.max())
+        )
+        inputs = (queries[rows], head_weights[rows], tile)
+        if blocks is not None:
+            tiles.append(_select_in_blocks(*inputs, blocks[rows], k, block_size))
+        else:
+            tiles.append(_select_visible(*inputs, k, block_size, num_blocks))
+    kept = [tile.blocks for tile in tiles if tile.blocks is not None]
+    return SelectedEntries(torch.cat([tile.entries for tile in tiles]), torch.cat(kept) if kept else None)
+
+
+def _select_visible(
+    q: Tensor, head_weights: Tensor, pages: KeyPages, k: int, block_size: int, num_blocks: int
+) -> SelectedEntries:
+    visible, device = pages.num_visible, q.device
+    newest = torch.where(visible > 0, (visible - 1) // block_size, -1)
+    if pages.max_entries <= k and (num_blocks == 0 or pages.max_entries <= block_size * num_blocks):
+        # Everything visible is selected, and every block kept: there is nothing to score.
+        return SelectedEntries(
+            _all_below(visible, k), _all_below(newest + 1, num_blocks) if num_blocks else None
+        )
+    best, best_blocks = _empty_best(len(visible), k, device), _empty_best(len(visible), num_blocks, device)
+    if bool((pages.sequences == pages.sequences[0]).all()):
+        # All rows read the same keys: they are widened once.
+        pages = pages._replace(sequences=pages.sequences[:1])
+    # A tile of entries holds whole candidate blocks.
+    step = max(ENTRY_TILE[device.type] // block_size, 1) * block_size
+    for first in range(0, pages.max_entries, step):
+        entries = torch.arange(first, first + step, device=device)
+        keys = paged_keys_reference(pages, entries.expand(len(pages.sequences), -1))
+        scores = index_scores_reference(q, head_weights, keys)
+        scores = scores.masked_fill(entries[None] >= visible[:, None], float("-inf"))
+        best = merge_topk_reference(*best, scores, entries)
+        if num_blocks:
+            maxima = block_maxima_reference(scores, newest, first // block_size, block_size)
+            numbers = torch.arange(first // block_size, first // block_size + maxima.shape[1], device=device)
+            best_blocks = merge_topk_reference(*best_blocks, maxima, numbers)
+    kept = ascending_selection_reference(*best_blocks) if num_blocks else None
+    return SelectedEntries(ascending_selection_reference(*best), kept)
+
+
+def _select_in_blocks(
+    q: Tensor, head_weights: Tensor, pages: KeyPages, blocks: Tensor, k: int, block_size: int
+) -> SelectedEntries:
+    """Only the entries of each row's kept blocks, in ascending order."""
+    visible, device = pages.num_visible, q.device
+    if pages.max_entries <= k and pages.max_entries <= block_size * blocks.shape[1]:
+        return SelectedEntries(_all_below(visible, k), None)
+    best = _empty_best(len(visible), k, device)
+    step = max(ENTRY_TILE[device.type] // block_size, 1)
+    num_blocks = min(blocks.shape[1], -(-pages.max_entries // block_size))
+    for first in range(0, num_blocks, step):
+        some = blocks[:, first : first + step]
+        some = torch.nn.functional.pad(some, (0, step - some.shape[1]), value=-1)
+        entries = (some[:, :, None] * block_size + torch.arange(block_size, device=device)).flatten(1)
+        exists = (some >= 0).repeat_interleave(block_size, dim=1) & (entries < visible[:, None])
+        keys = paged_keys_reference(pages, entries.clamp_min(0))
+        scores = index_scores_reference(q, head_weights, keys).masked_fill(~exists, float("-inf"))
+        best = merge_topk_reference(*best, scores, entries)
+    return SelectedEntries(ascending_selection_reference(*best), None)
+
+
+def _all_below(counts: Tensor, width: int) -> Tensor:
+    """[n] counts -> [n, width] int64: 0 .. count - 1, then -1."""
+    numbers = torch.arange(width, device=counts.device)[None]
+    return torch.where(numbers < counts[:, None], numbers, -1)
+
+
+def _empty_best(num_rows: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    scores = torch.full((num_rows, k), float("-inf"), device=device)
+    return scores, torch.full((num_rows, k), -1, dtype=torch.int64, device=device)

@@ -6,26 +6,17 @@ entries lie in the best k blocks (by their maxima, ties by number), which are th
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
 
 from kernels.indexer.op import candidate_scores, check_inputs, launch_scores
-from kernels.indexer.pages import KeyPages
+from kernels.indexer.pages import KeyPages, SelectedEntries
 from kernels.indexer.selection_kernel import run_maxima_kernel, select_kernel
 
 RUN = 8
 """Values under one maximum."""
 SCRATCH_BYTES = 192 << 20
-
-
-class SelectedEntries(NamedTuple):
-    """Entries of each row, ascending, -1 behind; and the kept candidate blocks where asked for."""
-
-    entries: Tensor  # [num_rows, k] int64
-    blocks: Tensor | None  # [num_rows, num_blocks] int64
 
 
 def _run_maxima(values: Tensor, limits: Tensor, limit_factor: int, run: int) -> Tensor:
@@ -97,9 +88,13 @@ def select_topk(
     """
     num_rows = values.shape[0]
     if values.dim() != 2 or values.dtype != torch.float32 or values.stride(1) != 1:
-        raise ValueError(f"values: {tuple(values.shape)} {values.dtype}, expected [n, m] fp32 with a dense last axis")
+        raise ValueError(
+            f"values: {tuple(values.shape)} {values.dtype}, expected [n, m] fp32 with a dense last axis"
+        )
     if limits.shape != (num_rows,) or limits.dtype != torch.int64 or not limits.is_contiguous():
-        raise ValueError(f"limits: {tuple(limits.shape)} {limits.dtype}, expected contiguous ({num_rows},) int64")
+        raise ValueError(
+            f"limits: {tuple(limits.shape)} {limits.dtype}, expected contiguous ({num_rows},) int64"
+        )
     if not 1 <= k <= 4096:
         raise ValueError(f"k: {k}, expected 1 .. 4096")
     if names is not None and (names.shape[0] != num_rows or names.stride(1) != 1):
@@ -210,7 +205,13 @@ def _select_listed(
 
 
 def _select_short(
-    q: Tensor, head_weights: Tensor, pages: KeyPages, entries: Tensor, kept: Tensor | None, k: int, block_size: int
+    q: Tensor,
+    head_weights: Tensor,
+    pages: KeyPages,
+    entries: Tensor,
+    kept: Tensor | None,
+    k: int,
+    block_size: int,
 ) -> None:
     """Over a score matrix, where it is small, or the keys' products are not exact and cannot be repeated."""
     num_rows, num_blocks = q.shape[0], -(-pages.max_entries // block_size)
@@ -225,7 +226,13 @@ def _select_short(
 
 
 def _select_long(
-    q: Tensor, head_weights: Tensor, pages: KeyPages, entries: Tensor, kept: Tensor | None, k: int, block_size: int
+    q: Tensor,
+    head_weights: Tensor,
+    pages: KeyPages,
+    entries: Tensor,
+    kept: Tensor | None,
+    k: int,
+    block_size: int,
 ) -> None:
     """Maxima of blocks first; then the best k blocks once more, entry by entry."""
     num_rows, num_blocks = q.shape[0], -(-pages.max_entries // block_size)

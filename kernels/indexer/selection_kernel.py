@@ -23,7 +23,9 @@ def run_maxima_kernel(
     if first * FACTOR < limit:
         runs = first + tl.arange(0, BLOCK)
         columns = runs[:, None] * FACTOR + tl.arange(0, FACTOR)[None, :]
-        values = tl.load(values_ptr + row * stride_values + columns, mask=columns < limit, other=float("-inf"))
+        values = tl.load(
+            values_ptr + row * stride_values + columns, mask=columns < limit, other=float("-inf")
+        )
         tl.store(maxima_ptr + row * stride_maxima + runs, tl.max(values, 1), mask=runs * FACTOR < limit)
 
 
@@ -84,4 +86,8 @@ def select_kernel(
     num_chosen = num_above + tl.minimum(tl.sum(equal.to(tl.int32), 0), room)
     padding = tl.arange(0, triton.next_power_of_2(K))
     is_padding = (padding >= num_chosen) & (padding < K)
-    tl.store(target + padding, tl.full([triton.next_power_of_2(K)], -1, selected_ptr.dtype.element_ty), mask=is_padding)
+    tl.store(
+        target + padding,
+        tl.full([triton.next_power_of_2(K)], -1, selected_ptr.dtype.element_ty),
+        mask=is_padding,
+    )

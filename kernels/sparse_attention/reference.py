@@ -9,6 +9,8 @@ from kernels.number_formats import unpack_fp4_entry, unpack_fp8
 from kernels.rope import apply_rope_reference
 from kernels.tree_sum import tree_sum
 
+QUERY_TILE = 32
+
 
 def sparse_attention_reference(
     q: Tensor, keys: Tensor, is_valid: Tensor, sink: Tensor, *, scale: float
@@ -60,14 +62,38 @@ def paged_sparse_attention_reference(
     scale: float,
 ) -> Tensor:
     """Gather, widen, attend and rotate back, in fp32 up to the end; the op's signature and returns."""
-    is_packed = ring.dtype == torch.uint8
-    rows = torch.cat([ring, chunk])[window_rows.long().clamp_min(0)]
-    keys, is_valid = unpack_fp8(rows) if is_packed else rows.float(), window_rows >= 0
-    if entries is not None and slots is not None:
-        stored = entries[slots.long().clamp_min(0)]
-        keys = torch.cat([keys, unpack_fp4_entry(stored) if is_packed else stored.float()], dim=1)
-        is_valid = torch.cat([is_valid, slots >= 0], dim=1)
+    tiles = []
+    for start in range(0, q.shape[0], QUERY_TILE):
+        rows = slice(start, start + QUERY_TILE)
+        keys, is_valid = _read_window(ring, chunk, window_rows[rows].long())
+        if entries is not None and slots is not None:
+            selected, is_selected = _read_entries(entries, slots[rows].long())
+            keys, is_valid = torch.cat([keys, selected], dim=1), torch.cat([is_valid, is_selected], dim=1)
+        attended = sparse_attention_reference(q[rows].float(), keys, is_valid, sink, scale=scale)
+        tiles.append(apply_rope_reference(attended, cos[rows], sin[rows], inverse=True).to(q.dtype))
+    return torch.cat(tiles)
+
+
+def _read_window(ring: Tensor, chunk: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 window keys of rows of ``cat(ring, chunk)``, zeros where there is none; and where there is one."""
+    num_ring = ring.shape[0]
+    is_ring = rows < num_ring
+    stored = torch.where(
+        is_ring[..., None],
+        ring[torch.where(is_ring, rows.clamp_min(0), 0)],
+        chunk[torch.where(is_ring, 0, rows - num_ring)],
+    )
+    keys = unpack_fp8(stored) if stored.dtype == torch.uint8 else stored.float()
     # Stale bytes behind an invalid key could be NaN, and NaN times zero is NaN.
-    keys = keys.masked_fill(~is_valid[..., None], 0.0)
-    attended = sparse_attention_reference(q.float(), keys, is_valid, sink, scale=scale)
-    return apply_rope_reference(attended, cos, sin, inverse=True).to(q.dtype)
+    return keys.masked_fill((rows < 0)[..., None], 0.0), rows >= 0
+
+
+def _read_entries(entries: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 entries, zeros where there is none; and where there is one."""
+    is_selected = slots >= 0
+    # Only as many columns are read as the tile has; the shape stays the same for every tile.
+    most = int(is_selected.sum(1).max())
+    stored = entries[slots[:, :most].clamp_min(0)]
+    keys = unpack_fp4_entry(stored) if stored.dtype == torch.uint8 else stored.float()
+    keys = keys.masked_fill(~is_selected[:, :most, None], 0.0)
+    return torch.nn.functional.pad(keys, (0, 0, 0, slots.shape[1] - most)), is_selected

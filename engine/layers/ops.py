@@ -1,0 +1,84 @@
+"""The one switch between Triton kernels and their torch references: a table of public ops.
+
+Layers call what the table holds and nothing else of ``kernels``' device code, so a whole engine can be
+turned to references, and a fault bisected between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+import kernels.cache_store as cache_store
+import kernels.engram as engram
+import kernels.hyper_connections as hyper_connections
+import kernels.indexer as indexer
+import kernels.rms_norm as rms_norm
+import kernels.sparse_attention as sparse_attention
+from engine.errors import ConfigError
+from engine.models.deepseek_v41_config import DeepseekV41Config
+from kernels.hyper_connections import SiteInput
+from kernels.indexer import SelectedEntries
+
+KernelImpl = Literal["triton", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """Ops of one implementation; each field's signature is that of the public op of its name."""
+
+    impl: KernelImpl
+    rms_norm: Callable[..., Tensor]
+    read_streams: Callable[..., SiteInput]
+    update_streams: Callable[..., SiteInput]
+    expand_streams: Callable[..., Tensor]
+    collapse_norm: Callable[..., Tensor]
+    engram_gather: Callable[..., Tensor]
+    engram_gate: Callable[..., Tensor]
+    store_window_kv: Callable[..., Tensor]
+    compress_and_store: Callable[..., Tensor]
+    store_index_keys: Callable[..., Any]
+    copy_rows: Callable[..., Any]
+    select_entries: Callable[..., SelectedEntries]
+    selection_slots: Callable[..., Tensor]
+    paged_sparse_attention: Callable[..., Tensor]
+
+
+_MODULES = (rms_norm, hyper_connections, engram, cache_store, indexer, sparse_attention)
+
+
+def build_ops(impl: KernelImpl) -> Ops:
+    """The table of ``impl``: ``name`` of each op, or ``name_reference``."""
+    suffix = "" if impl == "triton" else "_reference"
+    found = {}
+    for name in Ops.__dataclass_fields__:
+        if name != "impl":
+            found[name] = next(getattr(m, name + suffix) for m in _MODULES if hasattr(m, name + suffix))
+    return Ops(impl=impl, **found)
+
+
+def resolve_kernel_impl(
+    asked: Literal["auto", "triton", "torch"], config: DeepseekV41Config, *, is_gpu: bool
+) -> KernelImpl:
+    """Triton on a GPU whose kernels serve the model's shapes, else torch. ``ConfigError`` where asked for in vain."""
+    reason = _unsupported_shape(config) if is_gpu else "this rank has no GPU"
+    if asked == "torch" or (asked == "auto" and reason is not None):
+        return "torch"
+    if reason is not None:
+        raise ConfigError(f"engine.kernel_impl is triton, but {reason}")
+    return "triton"
+
+
+def _unsupported_shape(config: DeepseekV41Config) -> str | None:
+    """What no kernel serves, in words."""
+    if config.hc_mult != hyper_connections.NUM_STREAMS:
+        return f"hc_mult is {config.hc_mult}, its kernels serve {hyper_connections.NUM_STREAMS}"
+    if config.index_n_heads not in (16, 32, 64, 128) or config.index_head_dim not in (32, 64, 128, 256):
+        return f"no kernel serves {config.index_n_heads} index heads of {config.index_head_dim}"
+    size = config.candidate_block_size
+    if size & (size - 1) or size > 64:
+        return f"candidate_block_size is {size}, its kernels serve powers of two up to 64"
+    return None
