@@ -20,6 +20,7 @@ from engine.batch import BatchInputs
 from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import DecoderPrefill, ModelShape
 from engine.layers.linear import ActivationFormat, ActivationQuantisation
+from engine.layers.ops import KernelImpl, build_ops
 from engine.layers.ngrams import NgramTables, build_ngram_tables
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
@@ -46,24 +47,36 @@ class LoadedModel:
     tables: NgramTables | None
     model: DeepseekV41Model
     dtype: torch.dtype
+    device: torch.device
 
 
 def load_model(
-    folder: Path, *, activations: ActivationQuantisation = "none", dtype: torch.dtype = torch.float32
+    folder: Path,
+    *,
+    activations: ActivationQuantisation = "none",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    kernel_impl: KernelImpl = "torch",
 ) -> LoadedModel:
-    """Load a model folder on the CPU."""
+    """Load a model folder."""
     torch.set_num_threads(1)
     config = load_model_config(folder)
     tables = None
     if config.engram_layer_ids:
         tables = build_ngram_tables(config, Tokenizer.from_file(str(folder / "tokenizer.json")))
     model = DeepseekV41Model(
-        folder, config, tables, dtype=dtype, device=CPU, activations=ActivationFormat(activations)
+        folder,
+        config,
+        tables,
+        dtype=dtype,
+        device=device,
+        activations=ActivationFormat(activations),
+        ops=build_ops(kernel_impl),
     )
     shape = ModelShape(
         num_layers=config.num_hidden_layers, window=config.sliding_window, decoder_start=config.decoder_start
     )
-    return LoadedModel(config, shape, tables, model, dtype)
+    return LoadedModel(config, shape, tables, model, dtype, device)
 
 
 @dataclass(slots=True)
@@ -103,10 +116,15 @@ def new_cache(loaded: LoadedModel, *, is_quantised: bool, num_states: int) -> KV
         num_states=num_states,
         num_host_blocks=0,
         num_host_states=0,
-        device=CPU,
+        device=loaded.device,
     )
     pools = cache._memory["device"]
-    for pool in (*pools.entries.values(), *pools.index_keys.values(), *pools.windows, *pools.open_groups.values()):
+    for pool in (
+        *pools.entries.values(),
+        *pools.index_keys.values(),
+        *pools.windows,
+        *pools.open_groups.values(),
+    ):
         pool.fill_(0x7F if pool.dtype == torch.uint8 else float("nan"))
     return cache
 
@@ -127,7 +145,10 @@ def run_prompts(
     free = list(range(1, NUM_BLOCKS))
     for index, run in enumerate(runs):
         run.sequence = Sequence.build(
-            Request(request_id=f"p{index}", prompt_token_ids=run.prompt), sample_index=0, seq_id=index, max_model_len=4096
+            Request(request_id=f"p{index}", prompt_token_ids=run.prompt),
+            sample_index=0,
+            seq_id=index,
+            max_model_len=4096,
         )
         run.sequence.state_slot = index + 1
         num_blocks = -(-len(run.prompt) // 64)
@@ -166,19 +187,22 @@ def _run_step(
 
     def trace(name: str, rows: Tensor) -> None:
         for run, part in zip(active, rows[: sum(lengths)].split(lengths), strict=True):
-            run.traces.setdefault(name, []).append(part)
+            run.traces.setdefault(name, []).append(part.cpu())
 
-    batch = BatchInputs(ScheduledBatch(chunks=chunks), loaded.shape, loaded.tables, CPU)
+    batch = BatchInputs(
+        ScheduledBatch(chunks=chunks), loaded.shape, loaded.tables, loaded.device, num_states=cache.num_states
+    )
     logits = loaded.model.forward(batch, cache, trace if is_traced else None)
     sampled = [run for run, chunk in zip(active, chunks, strict=True) if chunk.samples]
     for run, row in zip(sampled, logits, strict=True):
-        run.last_logits = row
+        run.last_logits = row.cpu()
     for run, chunk in zip(active, chunks, strict=True):
         run.sequence.num_computed_tokens = chunk.end
         if is_traced:
             last = loaded.config.num_hidden_layers - 1
             streams, pre = run.traces[f"streams.layer{last}"][-1], run.traces[f"pre_mix.layer{last}"][-1]
-            run.traces.setdefault("logits", []).append(loaded.model.logits(streams, pre))
+            logits = loaded.model.logits(streams.to(loaded.device), pre.to(loaded.device))
+            run.traces.setdefault("logits", []).append(logits.cpu())
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +256,10 @@ def wrong_rows(run: PromptRun, golden: Golden, loaded: LoadedModel) -> dict[str,
         elif kind == "route_ids":
             differs = run.rows(name).sort(-1).values != expected.long().sort(-1).values
         elif kind == "candidates":
-            differs = _candidate_mask(run.rows(f"blocks.{layer}"), loaded.config, len(golden.prompt)) != expected.bool()
+            differs = (
+                _candidate_mask(run.rows(f"blocks.{layer}"), loaded.config, len(golden.prompt))
+                != expected.bool()
+            )
         elif kind == "hash_ids":
             layers = [run.rows(f"hash_ids.layer{engram}") for engram in loaded.config.engram_layer_ids]
             differs = (torch.stack(layers, dim=1) != expected).flatten(1)

@@ -19,6 +19,7 @@ from engine.sequence import Sequence
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(num_layers=5, window=7, decoder_start=2)
+NUM_STATES = 12
 TABLES = NgramTables(
     token_classes=np.arange(1000, dtype=np.int64) * 3,
     pad_class=-7,
@@ -48,7 +49,9 @@ def random_step(seed: int, mode: str) -> Step:
         else:
             start = rng.choice([0, 0, length // 2, length - 1])
         count = rng.randint(1, length - start)
-        request = Request(request_id=str(index), prompt_token_ids=[rng.randrange(1000) for _ in range(length)])
+        request = Request(
+            request_id=str(index), prompt_token_ids=[rng.randrange(1000) for _ in range(length)]
+        )
         seq = Sequence.build(request, sample_index=0, seq_id=index, max_model_len=4096)
         seq.state_slot = slots.pop()
         seq.block_table = [blocks.pop() for _ in range(-(-length // KV_BLOCK_SIZE))]
@@ -64,7 +67,7 @@ def random_step(seed: int, mode: str) -> Step:
                 is_fresh=False,
             )
         )
-    return Step(chunks, BatchInputs(ScheduledBatch(chunks=chunks), SHAPE, TABLES, CPU))
+    return Step(chunks, BatchInputs(ScheduledBatch(chunks=chunks), SHAPE, TABLES, CPU, num_states=NUM_STATES))
 
 
 def input_rows(step: Step, layer: int) -> list[tuple[int, int]]:
@@ -84,7 +87,9 @@ def output_rows(step: Step, layer: int) -> list[tuple[int, int]]:
     return rows
 
 
-SEEDS = pytest.mark.parametrize(("seed", "mode"), [(seed, mode) for seed in range(12) for mode in ("exact", "full")])
+SEEDS = pytest.mark.parametrize(
+    ("seed", "mode"), [(seed, mode) for seed in range(12) for mode in ("exact", "full")]
+)
 
 
 @SEEDS
@@ -92,11 +97,16 @@ def test_rows_are_packed_in_chunk_order_and_padded(seed: int, mode: str) -> None
     step = random_step(seed, mode)
     for layer in range(SHAPE.num_layers):
         inputs = step.inputs.layers[layer]
-        for rows, wanted in ((inputs.rows, input_rows(step, layer)), (inputs.output_rows, output_rows(step, layer))):
+        for rows, wanted in (
+            (inputs.rows, input_rows(step, layer)),
+            (inputs.output_rows, output_rows(step, layer)),
+        ):
             assert rows.num_rows == len(wanted)
             assert rows.num_padded % ROW_PADDING == 0
             assert rows.num_padded - rows.num_rows < ROW_PADDING
-            assert list(zip(rows.chunks.tolist(), rows.positions.tolist(), strict=True))[: len(wanted)] == wanted
+            assert (
+                list(zip(rows.chunks.tolist(), rows.positions.tolist(), strict=True))[: len(wanted)] == wanted
+            )
         entering = input_rows(step, layer)
         keep = range(len(entering)) if inputs.keep is None else inputs.keep.tolist()
         kept = [entering[row] for row in keep][: inputs.output_rows.num_rows]
@@ -116,21 +126,20 @@ def test_a_row_reads_its_window_and_the_ring_keeps_the_newest(seed: int, mode: s
         if not step.inputs.has_window_rows(layer) or not output_rows(step, layer):
             continue
         window, entering = step.inputs.window_inputs(layer), input_rows(step, layer)
-        num_history = len(window.history_rows)
-        firsts = {index: position for index, position in reversed(entering)}
+        num_ring = NUM_STATES * SHAPE.window
+        firsts = dict(reversed(entering))
         for row, (index, position) in enumerate(output_rows(step, layer)):
             slot = step.chunks[index].seq.state_slot
             for key in range(SHAPE.window):
                 wanted = position - SHAPE.window + 1 + key
-                assert window.is_valid[row, key] == (wanted >= 0)
+                source = int(window.rows[row, key])
                 if wanted < 0:
-                    continue
-                source = int(window.key_rows[row, key])
-                if wanted >= firsts[index]:
-                    assert entering[source - num_history] == (index, wanted)
+                    assert source == -1
+                elif wanted >= firsts[index]:
+                    assert entering[source - num_ring] == (index, wanted)
                 else:
-                    assert window.history_rows[source] == slot * SHAPE.window + wanted % SHAPE.window
-        assert not window.is_valid[len(output_rows(step, layer)) :].any()
+                    assert source == slot * SHAPE.window + wanted % SHAPE.window
+        assert (window.rows[len(output_rows(step, layer)) :] == -1).all()
         kept = {}
         for source, target in zip(window.ring_sources.tolist(), window.ring_targets.tolist(), strict=True):
             assert target not in kept
@@ -158,8 +167,7 @@ def test_groups_complete_once_and_open_tokens_are_kept(seed: int, mode: str, rat
     assert len(inputs.entry_slots) % ROW_PADDING == 0
     assert (inputs.entry_slots[len(wanted) :] == -1).all()
     stored = ratio - 1
-    num_open = len(step.chunks) * stored
-    assert len(inputs.open_rows) == num_open
+    num_open = NUM_STATES * stored
     for row, (index, group) in enumerate(wanted):
         seq, chunk = step.chunks[index].seq, step.chunks[index]
         per_block = KV_BLOCK_SIZE // ratio
@@ -170,7 +178,7 @@ def test_groups_complete_once_and_open_tokens_are_kept(seed: int, mode: str, rat
             if position >= chunk.start and source >= num_open:
                 assert entering[source - num_open] == (index, position)
             else:
-                assert inputs.open_rows[source] == seq.state_slot * stored + place
+                assert source == seq.state_slot * stored + place
     kept = {
         int(target): entering[source]
         for source, target in zip(inputs.open_sources.tolist(), inputs.open_targets.tolist(), strict=True)
@@ -184,18 +192,17 @@ def test_groups_complete_once_and_open_tokens_are_kept(seed: int, mode: str, rat
 
 @pytest.mark.parametrize("ratio", [1, 2])
 @SEEDS
-def test_visible_entries_and_their_slots(seed: int, mode: str, ratio: int) -> None:
+def test_visible_entries_and_their_blocks(seed: int, mode: str, ratio: int) -> None:
     step = random_step(seed, mode)
     select = step.inputs.select_inputs(3, ratio)
     rows = output_rows(step, 3)
     assert select.num_visible[: len(rows)].tolist() == [(position + 1) // ratio for _, position in rows]
     assert (select.num_visible[len(rows) :] == 0).all()
-    per_block = KV_BLOCK_SIZE // ratio
-    for row, (index, position) in enumerate(rows):
+    assert select.max_visible == max([(position + 1) // ratio for _, position in rows], default=1) or 1
+    assert select.entries_per_block == KV_BLOCK_SIZE // ratio
+    for row, (index, _) in enumerate(rows):
         table = step.chunks[index].seq.block_table
-        entries = torch.arange((position + 1) // ratio)
-        slots = select.slots(entries[None], select.chunks[row : row + 1])[0]
-        assert slots.tolist() == [table[j // per_block] * per_block + j % per_block for j in entries.tolist()]
+        assert select.block_tables[select.chunks[row]].tolist()[: len(table)] == table
 
 
 @SEEDS

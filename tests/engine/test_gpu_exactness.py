@@ -66,15 +66,18 @@ def answers(config: EngineConfig, batches: list[list[Request]]) -> dict[str, lis
     return digests
 
 
+@pytest.mark.parametrize("kernel_impl", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_disturbance_leaves_the_bits(model: str, dtype: str) -> None:
+def test_every_disturbance_leaves_the_bits(model: str, dtype: str, kernel_impl: str) -> None:
     seed = 20261130
     print(f"seed {seed}")
     path = MODELS[model]
 
     def config(**changes: object) -> EngineConfig:
-        return EngineConfig(model=str(path), dtype=dtype, device="cuda", max_model_len=1024, **changes)
+        return EngineConfig(
+            model=str(path), dtype=dtype, device="cuda", kernel_impl=kernel_impl, max_model_len=1024, **changes
+        )
 
     rows = requests(seed, load_model_config(path).vocab_size)
     alone = answers(config(decoder_prefill="full", enable_prefix_caching=False), [[row] for row in rows])
