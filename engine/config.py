@@ -51,7 +51,13 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        names = ("max_model_len", "num_kv_blocks", "host_memory_bytes", "num_host_kv_blocks", "num_host_states")
+        names = (
+            "max_model_len",
+            "num_kv_blocks",
+            "host_memory_bytes",
+            "num_host_kv_blocks",
+            "num_host_states",
+        )
         for name in (*names, "max_num_preemptions"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
