@@ -106,7 +106,12 @@ def new_cache(loaded: LoadedModel, *, is_quantised: bool, num_states: int) -> KV
         device=CPU,
     )
     pools = cache._memory["device"]
-    for pool in (*pools.entries.values(), *pools.index_keys.values(), *pools.windows, *pools.open_groups.values()):
+    for pool in (
+        *pools.entries.values(),
+        *pools.index_keys.values(),
+        *pools.windows,
+        *pools.open_groups.values(),
+    ):
         pool.fill_(0x7F if pool.dtype == torch.uint8 else float("nan"))
     return cache
 
@@ -127,7 +132,10 @@ def run_prompts(
     free = list(range(1, NUM_BLOCKS))
     for index, run in enumerate(runs):
         run.sequence = Sequence.build(
-            Request(request_id=f"p{index}", prompt_token_ids=run.prompt), sample_index=0, seq_id=index, max_model_len=4096
+            Request(request_id=f"p{index}", prompt_token_ids=run.prompt),
+            sample_index=0,
+            seq_id=index,
+            max_model_len=4096,
         )
         run.sequence.state_slot = index + 1
         num_blocks = -(-len(run.prompt) // 64)
@@ -232,7 +240,10 @@ def wrong_rows(run: PromptRun, golden: Golden, loaded: LoadedModel) -> dict[str,
         elif kind == "route_ids":
             differs = run.rows(name).sort(-1).values != expected.long().sort(-1).values
         elif kind == "candidates":
-            differs = _candidate_mask(run.rows(f"blocks.{layer}"), loaded.config, len(golden.prompt)) != expected.bool()
+            differs = (
+                _candidate_mask(run.rows(f"blocks.{layer}"), loaded.config, len(golden.prompt))
+                != expected.bool()
+            )
         elif kind == "hash_ids":
             layers = [run.rows(f"hash_ids.layer{engram}") for engram in loaded.config.engram_layer_ids]
             differs = (torch.stack(layers, dim=1) != expected).flatten(1)

@@ -48,7 +48,9 @@ def random_step(seed: int, mode: str) -> Step:
         else:
             start = rng.choice([0, 0, length // 2, length - 1])
         count = rng.randint(1, length - start)
-        request = Request(request_id=str(index), prompt_token_ids=[rng.randrange(1000) for _ in range(length)])
+        request = Request(
+            request_id=str(index), prompt_token_ids=[rng.randrange(1000) for _ in range(length)]
+        )
         seq = Sequence.build(request, sample_index=0, seq_id=index, max_model_len=4096)
         seq.state_slot = slots.pop()
         seq.block_table = [blocks.pop() for _ in range(-(-length // KV_BLOCK_SIZE))]
@@ -84,7 +86,9 @@ def output_rows(step: Step, layer: int) -> list[tuple[int, int]]:
     return rows
 
 
-SEEDS = pytest.mark.parametrize(("seed", "mode"), [(seed, mode) for seed in range(12) for mode in ("exact", "full")])
+SEEDS = pytest.mark.parametrize(
+    ("seed", "mode"), [(seed, mode) for seed in range(12) for mode in ("exact", "full")]
+)
 
 
 @SEEDS
@@ -92,11 +96,16 @@ def test_rows_are_packed_in_chunk_order_and_padded(seed: int, mode: str) -> None
     step = random_step(seed, mode)
     for layer in range(SHAPE.num_layers):
         inputs = step.inputs.layers[layer]
-        for rows, wanted in ((inputs.rows, input_rows(step, layer)), (inputs.output_rows, output_rows(step, layer))):
+        for rows, wanted in (
+            (inputs.rows, input_rows(step, layer)),
+            (inputs.output_rows, output_rows(step, layer)),
+        ):
             assert rows.num_rows == len(wanted)
             assert rows.num_padded % ROW_PADDING == 0
             assert rows.num_padded - rows.num_rows < ROW_PADDING
-            assert list(zip(rows.chunks.tolist(), rows.positions.tolist(), strict=True))[: len(wanted)] == wanted
+            assert (
+                list(zip(rows.chunks.tolist(), rows.positions.tolist(), strict=True))[: len(wanted)] == wanted
+            )
         entering = input_rows(step, layer)
         keep = range(len(entering)) if inputs.keep is None else inputs.keep.tolist()
         kept = [entering[row] for row in keep][: inputs.output_rows.num_rows]
@@ -117,7 +126,7 @@ def test_a_row_reads_its_window_and_the_ring_keeps_the_newest(seed: int, mode: s
             continue
         window, entering = step.inputs.window_inputs(layer), input_rows(step, layer)
         num_history = len(window.history_rows)
-        firsts = {index: position for index, position in reversed(entering)}
+        firsts = dict(reversed(entering))
         for row, (index, position) in enumerate(output_rows(step, layer)):
             slot = step.chunks[index].seq.state_slot
             for key in range(SHAPE.window):

@@ -11,7 +11,14 @@ from engine.block_manager import Move
 from engine.config import KV_BLOCK_SIZE
 from engine.kv_cache import CacheLayout, KVCache
 from engine.models.deepseek_v41_config import DeepseekV41Config, parse_model_config
-from kernels.number_formats import pack_fp4_entry, pack_fp4_index, pack_fp8, unpack_fp4_entry, unpack_fp4_index, unpack_fp8
+from kernels.number_formats import (
+    pack_fp4_entry,
+    pack_fp4_index,
+    pack_fp8,
+    unpack_fp4_entry,
+    unpack_fp4_index,
+    unpack_fp8,
+)
 from tests.random_model import RandomModel
 
 CONFIG = parse_model_config(RandomModel().config(is_quantised=False))
