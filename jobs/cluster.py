@@ -23,10 +23,11 @@ from ray.exceptions import RayError
 
 from engine import ConfigError
 from jobs.config import JobConfig
-from jobs.job_plan import plan_job, record_job, with_absolute_paths
+from jobs.job_plan import output_folder, plan_job, record_job, with_absolute_paths
 from jobs.metrics import RayMetrics
 from jobs.rank import EngineBuilder, RankActor, RankSpec
 from jobs.reaper import MARK, Reaper
+from pipelines.commits import check_destination
 from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, RankReport, StopRequest
 from pipelines.manifest import DriverLock, OutputFolder, check_folder, claim_run, write_plan
 from pipelines.plan import Plan
@@ -50,8 +51,9 @@ def run_job(job: JobConfig, *, build_engine: EngineBuilder | None = None) -> int
     """
     job = with_absolute_paths(job)
     plan = plan_job(job)
-    folder = OutputFolder(Path(job.output.path))
+    folder = output_folder(job)
     check_folder(folder, plan)
+    check_destination(folder, plan)
     try:
         with _Stopper() as stopper, _connected(job) as num_ranks:
             outcome = _drive(RankSpec(job=job, run=0, build_engine=build_engine), plan, num_ranks, stopper)
@@ -66,7 +68,7 @@ def run_job(job: JobConfig, *, build_engine: EngineBuilder | None = None) -> int
 
 
 def _drive(spec: RankSpec, plan: Plan, num_ranks: int, stopper: _Stopper) -> Outcome:
-    folder = OutputFolder(Path(spec.job.output.path))
+    folder = output_folder(spec.job)
     has_begun = folder.state.exists()
     write_plan(folder, plan)
     with DriverLock(folder):

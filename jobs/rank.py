@@ -75,7 +75,7 @@ class RankActor:
     """The rank as a Ray actor: a worker, and the thread of its loop."""
 
     def __init__(self, spec: RankSpec) -> None:
-        folder = OutputFolder(Path(spec.job.output.path))
+        folder = OutputFolder(Path(spec.job.output.state_dir or spec.job.output.path))
         self._worker = RankWorker(
             folder,
             load_plan(folder),

@@ -190,8 +190,7 @@ def publish_shard(folder: OutputFolder, plan: Plan, shard: Shard, reader: RowRea
         write_jsonl(path, batches)
     else:
         errors = f"{files[name]}.errors"
-        model = str(plan.settings.get("model.name", ""))
-        write_responses(path, folder.temporary / errors, batches, prefix=plan.contract.prefix, model=model)
+        write_responses(path, folder.temporary / errors, batches)
         if tally.num_error:
             files = {plan.errors_name(shard.index): errors, **files}
         else:
