@@ -159,14 +159,14 @@ class InProcessFleet:
 
 
 def start_run(
-    folder: OutputFolder, plan: Plan, num_slots: int = 2, **fleet: Any
+    folder: OutputFolder, plan: Plan, num_slots: int = 2, max_errors: int | None = None, **fleet: Any
 ) -> tuple[Driver, InProcessFleet]:
     """What a new driver process does before its loop."""
     check_folder(folder, plan)
     write_plan(folder, plan)
     run = claim_run(folder)
     ranks = InProcessFleet(folder, plan, run, num_slots, **fleet)
-    return Driver(folder, plan, ranks, run=run), ranks
+    return Driver(folder, plan, ranks, run=run, max_errors=max_errors), ranks
 
 
 def read_output(path: Path) -> pa.Table:
