@@ -14,7 +14,7 @@ from pipelines.plan import Plan
 
 
 class DeathLog:
-    """A row that kills ranks is not innocent again because the driver was started anew. Only drivers write."""
+    """A row that kills ranks is not innocent again in the next run. Only a driver writes."""
 
     def __init__(self, folder: OutputFolder, plan: Plan) -> None:
         self._path = folder.deaths_file

@@ -41,6 +41,10 @@ def test_the_flag_set_is_pinned() -> None:
     (commands,) = (a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     assert {name: flags_of(parser) for name, parser in commands.choices.items()} == {
         "run": {"-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"},
+        "plan": {
+            *("-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"),
+            *("--rows", "--seed", "--tokens-per-s", "--device-memory-gib"),
+        },
         "status": {"-h", "--help", "output_dir"},
         "verify": {"-h", "--help", "output_dir", "--rows", "--seed", "--model", "--allow-other-device"},
     }
@@ -74,7 +78,7 @@ def test_a_refused_config_is_one_sentence_and_exit_2(
 
 
 def test_exit_codes_are_in_the_help_of_every_command() -> None:
-    for arguments in (["--help"], ["run", "--help"], ["status", "--help"], ["verify", "--help"]):
+    for arguments in (["--help"], ["run", "--help"], ["plan", "--help"], ["status", "--help"], ["verify", "--help"]):
         done = run_command(*arguments)
         assert done.returncode == 0
         for code in ("0 ", "1 ", "2 ", "3 ", "75 "):
@@ -84,6 +88,7 @@ def test_exit_codes_are_in_the_help_of_every_command() -> None:
 def test_a_wrong_flag_and_a_folder_without_a_job_exit_with_2(tmp_path: Path) -> None:
     assert run_command("run", "--modle", "m").returncode == 2
     assert run_command("verify", "out", "--rows", "0").returncode == 2
+    assert run_command("plan", "--rows", "-1").returncode == 2
     for command in ("status", "verify"):
         done = run_command(command, str(tmp_path / "absent"))
         assert done.returncode == 2
