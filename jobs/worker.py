@@ -162,10 +162,10 @@ class RankWorker:
             self._feed(self._serving)
         self._journal()
         has_work = self._serving.engine.has_unfinished()
-        self._stats = self._serving.engine.stats()  # an engine is its loop's alone: others read this
         if has_work:
             for output in self._serving.engine.step():
                 self._take(self._serving, output)
+            self._stats = self._serving.engine.stats()  # the engine is this loop's alone: others read this
             self._journal()
         if time.monotonic() - self._synced_at > _SYNC_INTERVAL_S:
             self._synced_at = time.monotonic()

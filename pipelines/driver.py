@@ -25,6 +25,7 @@ from pipelines.manifest import OutputFolder, Tally
 from pipelines.metrics import MetricsListener, RowCounts, RunWatch
 from pipelines.plan import Plan
 from pipelines.report import RunRecord, read_status, write_report
+from pipelines.report_page import write_page
 from pipelines.row_costs import RowCosts, estimate_costs
 from pipelines.schema import FinishedRow
 from pipelines.sink import JournalWriter, read_journal_state, read_shard_state
@@ -201,7 +202,9 @@ class Driver:
             outcome = result.value
         finally:
             self._watch.finish(self._count_rows(), outcome)
-            write_report(self._folder, replace(read_status(self._folder.path), is_running=False))
+            status = replace(read_status(self._folder.path), is_running=False)
+            write_report(self._folder, status)
+            write_page(self._folder, status)
         return result
 
     @property
