@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from engine import ConfigError, EngineDead
 from jobs.config import JobConfig, load_job
 from pipelines.report import JobStatus, read_status
+from pipelines.report_page import write_reports
 
 if TYPE_CHECKING:
     from jobs.verify import Verification
@@ -83,6 +84,8 @@ def build_parser() -> argparse.ArgumentParser:
     text = "say how far the job of an output folder is"
     status = commands.add_parser("status", help=text, description=text)
     status.add_argument("output_dir", metavar="OUTPUT_DIR")
+    text = "also write report.json and report.html now, as a run does when it ends"
+    status.add_argument("--write-report", action="store_true", help=text)
     text = "run some committed rows again, in other ways, and compare the digests of their answers"
     verify = commands.add_parser("verify", help=text, description=text)
     verify.add_argument("output_dir", metavar="OUTPUT_DIR")
@@ -138,8 +141,7 @@ def batch_generate(arguments: Sequence[str] | None = None) -> int:
     parsed = build_parser().parse_args(arguments)
     try:
         if parsed.command == "status":
-            print(format_status(read_status(parsed.output_dir)))
-            return 0
+            return _status(parsed)
         check_environment()
         if parsed.command == "verify":
             return _verify(parsed)
@@ -149,6 +151,14 @@ def batch_generate(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"batch-generate: {error}", file=sys.stderr)
         return EXIT_REFUSED
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    status = read_status(parsed.output_dir)
+    print(format_status(status))
+    if parsed.write_report:
+        print(f"wrote {write_reports(parsed.output_dir, status)}")
+    return 0
 
 
 def batch_prefill(arguments: Sequence[str] | None = None) -> int:

@@ -24,8 +24,8 @@ from pipelines.ledger import Lease, LeaseReport, Ledger
 from pipelines.manifest import OutputFolder, Tally
 from pipelines.metrics import MetricsListener, RowCounts, RunWatch
 from pipelines.plan import Plan
-from pipelines.report import RunRecord, read_status, write_report
-from pipelines.report_page import write_page
+from pipelines.report import RunRecord, read_status
+from pipelines.report_page import write_reports
 from pipelines.row_costs import RowCosts, estimate_costs
 from pipelines.schema import FinishedRow
 from pipelines.sink import JournalWriter, read_journal_state, read_shard_state
@@ -203,8 +203,7 @@ class Driver:
         finally:
             self._watch.finish(self._count_rows(), outcome)
             status = replace(read_status(self._folder.path), is_running=False)
-            write_report(self._folder, status)
-            write_page(self._folder, status)
+            write_reports(self._folder.path, status)
         return result
 
     @property

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from html import escape
 from itertools import pairwise
+from pathlib import Path
 
 from pipelines.lengths import EDGES
 from pipelines.manifest import OutputFolder, replace_durably
 from pipelines.metrics import MetricsLine, read_metrics
-from pipelines.report import JobStatus, RunRecord, read_runs
+from pipelines.report import JobStatus, RunRecord, read_runs, write_report
 from pipelines.svg_charts import Series, bar_chart, line_chart, short_number, stacked_bar
 
 _STYLE = """
@@ -59,10 +60,14 @@ tr:last-child td{border-bottom:0}td.n,th.n{text-align:right}
 )
 
 
-def write_page(folder: OutputFolder, status: JobStatus) -> None:
-    """Write ``report.html`` beside ``report.json``."""
-    page = build_page(folder.path.name, status, read_runs(folder), read_metrics(folder))
+def write_reports(output_dir: str | Path, status: JobStatus) -> Path:
+    """Write ``report.json`` and ``report.html`` of the job as ``status`` has it; returns the page's path."""
+    folder = OutputFolder(Path(output_dir))
+    write_report(folder, status)
+    name = folder.path.absolute().name
+    page = build_page(name, status, read_runs(folder), read_metrics(folder))
     replace_durably(folder, folder.page_file, page.encode())
+    return folder.page_file
 
 
 def build_page(name: str, status: JobStatus, runs: Sequence[RunRecord], lines: Sequence[MetricsLine]) -> str:
