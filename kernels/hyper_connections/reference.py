@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.linear import linear_reference
 from kernels.rms_norm import inverse_rms
 from kernels.tree_sum import tree_sum
+from kernels.whole_vectors import on_whole_vectors
 
 
 class StreamMix(NamedTuple):
@@ -47,9 +48,8 @@ def mix_streams_reference(
     num_rows, k, _ = streams.shape
     flat = streams.float().flatten(1)
     z = linear_reference(flat * inverse_rms(flat, norm_eps), fn)
-    # torch.sigmoid gives the last elements of a ragged tensor other bits than the rest; exp does not.
-    pre = 1 / (1 + torch.exp(-(z[:, :k] * scale[0] + base[:k]))) + eps
-    post = 2 / (1 + torch.exp(-(z[:, k : 2 * k] * scale[1] + base[k : 2 * k])))
+    pre = on_whole_vectors(torch.sigmoid, z[:, :k] * scale[0] + base[:k]) + eps
+    post = 2 * on_whole_vectors(torch.sigmoid, z[:, k : 2 * k] * scale[1] + base[k : 2 * k])
     # Rows innermost, so that the many small steps below run along contiguous memory.
     comb = (z[:, 2 * k :] * scale[2] + base[2 * k :]).t().contiguous().view(k, k, num_rows)
     comb = torch.exp(comb - comb.amax(1, keepdim=True))
