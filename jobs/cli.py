@@ -44,8 +44,8 @@ NUM_DIFFERENCES_SHOWN = 10
 
 FLAGS = {
     "--model": ("model.path", "M", "model folder (model.path)"),
-    "--input": ("input.path", "GLOB", "Parquet file, folder or glob (input.path)"),
-    "--output": ("output.path", "DIR", "output folder (output.path)"),
+    "--input": ("input.path", "GLOB", "file, folder, glob, URL or dataset (input.path)"),
+    "--output": ("output.path", "DIR", "output folder or URL (output.path)"),
     "--num-ranks": ("cluster.num_ranks", "N", "ranks; 0: one a GPU, or one on the CPU (cluster.num_ranks)"),
 }
 """Shorthands: flag -> (the job's key, placeholder, help). Everything else goes by --set."""
