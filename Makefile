@@ -11,7 +11,7 @@ export OMP_NUM_THREADS = 1
 export PYTHONDONTWRITEBYTECODE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo test torture check clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -28,6 +28,9 @@ demo: $(STAMP) ## Run the 300 prompts of examples/bard on two ranks and show fiv
 
 test: $(STAMP) ## Run the tests (GPU tests are skipped without a GPU; REQUIRE_GPU=1 forbids that)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+torture: $(STAMP) ## Kill and stop drivers and ranks 310 times at random, resume each time, compare every row (20 minutes)
+	$(BIN)/python -m tests.torture --scripted 260 --real 50
 
 check: $(STAMP) ## Lint, format, types and the import rule
 	$(BIN)/ruff check $(CODE)

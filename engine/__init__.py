@@ -13,6 +13,7 @@ from engine.api import (
 )
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError, EngineDead, RequestRejected
+from engine.memory import MemoryEstimate, estimate_memory
 
 __all__ = [
     "Completion",
@@ -22,11 +23,13 @@ __all__ = [
     "EngineDead",
     "EngineStats",
     "FinishReason",
+    "MemoryEstimate",
     "Request",
     "RequestOutput",
     "RequestRejected",
     "ResolvedConfig",
     "SamplingParams",
     "TokenLogprobs",
+    "estimate_memory",
     "output_digest",
 ]

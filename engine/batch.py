@@ -45,7 +45,7 @@ class RowSet:
 class WindowInputs:
     """Where window keys come from: ``cat(rings, the layer's own input rows)``, and what the ring keeps."""
 
-    rows: Tensor  # [num_output_rows, window] into the concatenation, positions ascending; -1 is none
+    rows: Tensor  # [num_output_rows, window] int32 into the concatenation, positions ascending; -1 is none
     ring_sources: Tensor  # [n] input rows that the ring keeps
     ring_targets: Tensor  # [n] flat ring rows
 
@@ -248,7 +248,9 @@ class BatchInputs:
         sources = np.flatnonzero(position >= self._ends[chunk] - self._window)
         targets = self._slots[chunk[sources]] * self._window + position[sources] % self._window
         return WindowInputs(
-            self._upload(np.where(is_valid, key_rows, -1)), self._upload(sources), self._upload(targets)
+            self._upload(np.where(is_valid, key_rows, -1).astype(np.int32)),
+            self._upload(sources),
+            self._upload(targets),
         )
 
     def _build_compress(self, rows: RowSet, ratio: int) -> CompressInputs:

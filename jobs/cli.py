@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from engine import ConfigError, EngineDead
 from jobs.config import JobConfig, load_job
 from pipelines.report import JobStatus, read_status
+from pipelines.report_page import write_reports
 
 if TYPE_CHECKING:
     from jobs.verify import Verification
@@ -30,18 +31,21 @@ exit codes:
   0   every shard is committed, with no more error rows than output.max_error_rate allows
   1   anything else
   2   refused: the config or the input is wrong; nothing was written
-  3   every shard is committed, with more error rows than output.max_error_rate allows
+  3   more error rows than output.max_error_rate allows when every shard is committed, or more than
+      output.max_errors allows: then the job was stopped there
   75  stopped cleanly; run the same command again to go on
+of plan: 0 the job can run, 2 it cannot succeed as it is
 of verify: 0 every digest is equal, 1 one differs, 2 refused
 """
 
+NUM_ROWS_TO_PLAN = 10_000
 NUM_ROWS_TO_VERIFY = 16
 NUM_DIFFERENCES_SHOWN = 10
 
 FLAGS = {
     "--model": ("model.path", "M", "model folder (model.path)"),
-    "--input": ("input.path", "GLOB", "Parquet file, folder or glob (input.path)"),
-    "--output": ("output.path", "DIR", "output folder (output.path)"),
+    "--input": ("input.path", "GLOB", "file, folder, glob, URL or dataset (input.path)"),
+    "--output": ("output.path", "DIR", "output folder or URL (output.path)"),
     "--num-ranks": ("cluster.num_ranks", "N", "ranks; 0: one a GPU, or one on the CPU (cluster.num_ranks)"),
 }
 """Shorthands: flag -> (the job's key, placeholder, help). Everything else goes by --set."""
@@ -66,20 +70,22 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     text = "run a job, or go on with one that was stopped"
     run = commands.add_parser("run", help=text, description=text)
-    run.add_argument("job", nargs="?", metavar="JOB.yaml", help="the job; may be left out: flags suffice")
-    for flag, (key, placeholder, text) in FLAGS.items():
-        kind = int if flag == "--num-ranks" else str
-        run.add_argument(flag, dest=key, metavar=placeholder, type=kind, help=text)
-    run.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any key, its value in YAML; repeatable",
-    )
+    _add_job_flags(run)
+    text = "say what a job will be, and whether it can succeed, without a GPU and without running it"
+    plan = commands.add_parser("plan", help=text, description=text)
+    _add_job_flags(plan)
+    text = f"tokenize about K rows, drawn at random; 0: all, for exact counts (default {NUM_ROWS_TO_PLAN})"
+    plan.add_argument("--rows", type=_count, default=NUM_ROWS_TO_PLAN, metavar="K", help=text)
+    plan.add_argument("--seed", type=int, default=0, metavar="S", help="which rows are drawn (default 0)")
+    text = "tokens in and out that one rank does a second, for the expected time"
+    plan.add_argument("--tokens-per-s", type=_rate, metavar="R", help=text)
+    text = "memory of one rank's device, to check that the model and its cache fit"
+    plan.add_argument("--device-memory-gib", type=_rate, metavar="G", help=text)
     text = "say how far the job of an output folder is"
     status = commands.add_parser("status", help=text, description=text)
     status.add_argument("output_dir", metavar="OUTPUT_DIR")
+    text = "also write report.json and report.html now, as a run does when it ends"
+    status.add_argument("--write-report", action="store_true", help=text)
     text = "run some committed rows again, in other ways, and compare the digests of their answers"
     verify = commands.add_parser("verify", help=text, description=text)
     verify.add_argument("output_dir", metavar="OUTPUT_DIR")
@@ -95,6 +101,34 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_job_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="the job; may be left out: flags suffice")
+    for flag, (key, placeholder, text) in FLAGS.items():
+        kind = int if flag == "--num-ranks" else str
+        parser.add_argument(flag, dest=key, metavar=placeholder, type=kind, help=text)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any key, its value in YAML; repeatable",
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError("at least 0")
+    return number
+
+
+def _rate(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError("above 0")
+    return number
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -107,16 +141,24 @@ def batch_generate(arguments: Sequence[str] | None = None) -> int:
     parsed = build_parser().parse_args(arguments)
     try:
         if parsed.command == "status":
-            print(format_status(read_status(parsed.output_dir)))
-            return 0
+            return _status(parsed)
         check_environment()
         if parsed.command == "verify":
             return _verify(parsed)
         flags = {key: getattr(parsed, key) for key, _, _ in FLAGS.values()}
-        return _run(load_job(parsed.job, parsed.set, flags))
+        job = load_job(parsed.job, parsed.set, flags)
+        return _plan(job, parsed) if parsed.command == "plan" else _run(job)
     except ConfigError as error:
         print(f"batch-generate: {error}", file=sys.stderr)
         return EXIT_REFUSED
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    status = read_status(parsed.output_dir)
+    print(format_status(status))
+    if parsed.write_report:
+        print(f"wrote {write_reports(parsed.output_dir, status)}")
+    return 0
 
 
 def batch_prefill(arguments: Sequence[str] | None = None) -> int:
@@ -138,6 +180,21 @@ def _run(job: JobConfig) -> int:
     from jobs.cluster import run_job
 
     return run_job(job)
+
+
+def _plan(job: JobConfig, parsed: argparse.Namespace) -> int:
+    from jobs.plan_report import forecast_job, format_forecast
+
+    gib = parsed.device_memory_gib
+    found = forecast_job(
+        job,
+        max_num_rows=parsed.rows or None,
+        seed=parsed.seed,
+        tokens_per_s=parsed.tokens_per_s,
+        device_bytes=None if gib is None else int(gib * 2**30),
+    )
+    print(format_forecast(found))
+    return EXIT_REFUSED if found.obstacles else 0
 
 
 def _verify(parsed: argparse.Namespace) -> int:

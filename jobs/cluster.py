@@ -23,10 +23,11 @@ from ray.exceptions import RayError
 
 from engine import ConfigError
 from jobs.config import JobConfig
-from jobs.job_plan import plan_job, record_job, with_absolute_paths
+from jobs.job_plan import output_folder, plan_job, record_job, with_absolute_paths
 from jobs.metrics import RayMetrics
-from jobs.rank import EngineBuilder, RankActor, RankSpec
+from jobs.rank import EngineBuilder, RankActor, RankSpec, rank_capacity
 from jobs.reaper import MARK, Reaper
+from pipelines.commits import check_destination
 from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, RankReport, StopRequest
 from pipelines.manifest import DriverLock, OutputFolder, check_folder, claim_run, write_plan
 from pipelines.plan import Plan
@@ -50,8 +51,9 @@ def run_job(job: JobConfig, *, build_engine: EngineBuilder | None = None) -> int
     """
     job = with_absolute_paths(job)
     plan = plan_job(job)
-    folder = OutputFolder(Path(job.output.path))
+    folder = output_folder(job)
     check_folder(folder, plan)
+    check_destination(folder, plan)
     try:
         with _Stopper() as stopper, _connected(job) as num_ranks:
             outcome = _drive(RankSpec(job=job, run=0, build_engine=build_engine), plan, num_ranks, stopper)
@@ -60,13 +62,16 @@ def run_job(job: JobConfig, *, build_engine: EngineBuilder | None = None) -> int
         return EXIT_FAILED
     if outcome is Outcome.STOPPED:
         return EXIT_STOPPED
+    if outcome is Outcome.TOO_MANY_ERRORS:
+        logger.error("stopped: more error rows than output.max_errors (%s) allows", job.output.max_errors)
+        return EXIT_TOO_MANY_ERRORS
     status = read_status(folder.path)
     is_over = status.num_error > job.output.max_error_rate * max(status.num_rows, 1)
     return EXIT_TOO_MANY_ERRORS if is_over else EXIT_COMMITTED
 
 
 def _drive(spec: RankSpec, plan: Plan, num_ranks: int, stopper: _Stopper) -> Outcome:
-    folder = OutputFolder(Path(spec.job.output.path))
+    folder = output_folder(spec.job)
     has_begun = folder.state.exists()
     write_plan(folder, plan)
     with DriverLock(folder):
@@ -80,6 +85,9 @@ def _drive(spec: RankSpec, plan: Plan, num_ranks: int, stopper: _Stopper) -> Out
                     plan,
                     fleet,
                     run=run,
+                    capacity=rank_capacity(spec.job),
+                    max_errors=spec.job.output.max_errors,
+                    stall_timeout_s=spec.job.cluster.stall_timeout_s,
                     cost_per_rank_hour=spec.job.cluster.cost_per_rank_hour,
                     on_metrics=RayMetrics(str(folder.path)).take,
                 )

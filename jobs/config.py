@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine import ConfigError, EngineConfig, SamplingParams
+from pipelines.plan import PartFormat, PartLayout
 from pipelines.source import FileFormat
 
 DERIVED_KEYS = {"engine.model": "model.path", "engine.seed": "sampling.seed"}
@@ -62,13 +63,20 @@ class ChatSection(_Section):
 
 
 class OutputSection(_Section):
-    """``columns`` of the input pass through; ``prefix`` goes before the names of the columns we add.
+    """``path``: a folder, or a URL of a store, with ``state_dir`` for what is no output then.
+
+    ``format`` None is Parquet, and for API requests their own. ``layout`` is one file a shard or one an
+    input file. ``columns`` of the input pass through; ``prefix`` goes before the names of those we add.
 
     ``max_error_rate`` is judged when every shard is committed, 1.0 never fails a job; more than
     ``max_errors`` error rows stop it at once. ``split_reasoning`` and ``prompt_token_ids`` add columns.
     """
 
     path: str = Field(min_length=1)
+    state_dir: str | None = None
+    format: PartFormat | None = None
+    layout: PartLayout = "shards"
+    row_group_rows: int = Field(default=10_000, ge=1)
     columns: Literal["all", "none"] | tuple[str, ...] = "all"
     prefix: str = ""
     max_error_rate: float = Field(default=0.05, ge=0.0, le=1.0)

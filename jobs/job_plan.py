@@ -15,13 +15,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine import ConfigError
-from jobs.config import JobConfig
+from jobs.config import JobConfig, OutputSection
 from jobs.environment import SPEED_ONLY
 from jobs.rank import build_job_renderer
-from pipelines.manifest import OutputFolder, replace_durably
-from pipelines.plan import Plan, build_plan
+from pipelines.manifest import STATE_FOLDER, OutputFolder, replace_durably
+from pipelines.plan import PartOptions, Plan, build_plan
 from pipelines.schema import build_contract
-from pipelines.source import find_input
+from pipelines.source import InputSet, find_input
 from pipelines.source_location import is_url
 
 
@@ -34,7 +34,7 @@ def with_absolute_paths(job: JobConfig) -> JobConfig:
             "model": job.model.model_copy(update={"path": model}),
             "engine": replace(job.engine, model=model),
             "input": job.input.model_copy(update={"path": _absolute(job.input.path)}),
-            "output": job.output.model_copy(update={"path": os.path.abspath(job.output.path)}),
+            "output": _absolute_output(job.output),
             "chat": job.chat.model_copy(
                 update={"template": None if template is None else os.path.abspath(template)}
             ),
@@ -46,6 +46,24 @@ def _absolute(path: str) -> str:
     if path.startswith("hf://."):
         return f"hf://{os.path.abspath(path.removeprefix('hf://'))}"
     return path if is_url(path) else os.path.abspath(path)
+
+
+def _absolute_output(output: OutputSection) -> OutputSection:
+    path, state_dir = output.path.removeprefix("file://"), output.state_dir
+    if is_url(path) and state_dir is None:
+        raise ConfigError(
+            f"output.path {path!r} is a URL: set output.state_dir to a folder that the driver and all ranks "
+            "see, for the plan and the journals"
+        )
+    if not is_url(path) and state_dir is not None:
+        raise ConfigError("output.state_dir is for output to a URL; a folder holds its state itself")
+    state_dir = None if state_dir is None else os.path.abspath(state_dir)
+    return output.model_copy(update={"path": _absolute(path).rstrip("/") or "/", "state_dir": state_dir})
+
+
+def output_folder(job: JobConfig) -> OutputFolder:
+    """The job's folder: its output's, or where its state lies if the output is a URL."""
+    return OutputFolder(Path(job.output.state_dir or job.output.path))
 
 
 def passed_columns(job: JobConfig) -> tuple[str, ...] | None:
@@ -99,7 +117,35 @@ def plan_job(job: JobConfig) -> Plan:
     renderer.check_column(contract.prompt_column)
     if job.output.split_reasoning:
         renderer.build_splitter()
-    return build_plan(found, contract, rows_per_shard=job.input.rows_per_shard, settings=answer_settings(job))
+    return build_plan(
+        found,
+        contract,
+        rows_per_shard=job.input.rows_per_shard,
+        settings=answer_settings(job),
+        parts=_part_options(job, found),
+    )
+
+
+def _part_options(job: JobConfig, found: InputSet) -> PartOptions:
+    output, is_requests = job.output, found.kind == "openai_batch"
+    part_format = output.format or ("openai_batch" if is_requests else "parquet")
+    if part_format == "openai_batch":
+        if not is_requests:
+            raise ConfigError("output.format openai_batch needs input in the format of OpenAI batch requests")
+        if output.columns != "all" or output.prefix or output.prompt_token_ids:
+            raise ConfigError(
+                "output.columns, output.prefix and output.prompt_token_ids have no place in output.format "
+                "openai_batch: leave them out, or write parquet or jsonl"
+            )
+    state = [file.path for file in found.files if file.path.split("/")[0] == STATE_FOLDER]
+    if output.layout == "mirror" and state:
+        raise ConfigError(f"output.layout mirror has no place for {state[0]!r}: the job's state lies there")
+    return PartOptions(
+        format=part_format,
+        layout=output.layout,
+        row_group_rows=output.row_group_rows,
+        url=output.path if is_url(output.path) else None,
+    )
 
 
 def answer_settings(job: JobConfig) -> dict[str, Any]:

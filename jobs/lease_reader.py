@@ -15,10 +15,11 @@ from typing import Protocol
 import pyarrow as pa
 
 from engine import Request, RequestRejected
+from jobs.shard_cache import ShardCache
 from pipelines.ledger import Lease
 from pipelines.shared_prefixes import shared_prefix_ends
 from pipelines.sink import JournalWriter
-from pipelines.source import RowReader, Shard
+from pipelines.source import Shard
 
 _LOOK_AHEAD_TOKENS = 1 << 21  # rendered prompts that wait for their turn: some 70 MB
 
@@ -32,8 +33,8 @@ class Renderer(Protocol):
 class LeaseReader:
     """The rows of one lease, each with its request or the reason why it is none."""
 
-    def __init__(self, lease: Lease, shard: Shard, reader: RowReader, journal: JournalWriter) -> None:
-        self._lease, self._shard, self._reader, self._journal = lease, shard, reader, journal
+    def __init__(self, lease: Lease, shard: Shard, cache: ShardCache, journal: JournalWriter) -> None:
+        self._lease, self._shard, self._cache, self._journal = lease, shard, cache, journal
         self._rows = self._read()
         self._ahead: deque[tuple[int, Request | RequestRejected]] = deque()
 
@@ -50,8 +51,7 @@ class LeaseReader:
     def _read(self) -> Iterator[tuple[int, pa.RecordBatch, int]]:
         for start, stop in self._lease.ranges:
             row = start
-            first = self._shard.start
-            for batch in self._reader.read(self._shard.path, first + start, first + stop):
+            for batch in self._cache.read(self._shard, start, stop):
                 for i in range(batch.num_rows):
                     yield row + i, batch, i
                 row += batch.num_rows

@@ -33,6 +33,11 @@ class RankSpec:
     build_engine: EngineBuilder | None = None
 
 
+def rank_capacity(job: JobConfig) -> int:
+    """How many rows a rank runs at once."""
+    return max(1, engine_config(job).max_num_seqs // sampling_params(job).n)
+
+
 def build_job_renderer(job: JobConfig) -> PromptRenderer:
     """The renderer of a job's rows. Raises ``ConfigError``."""
     chat = ChatOptions(
@@ -65,7 +70,7 @@ def build_serving(spec: RankSpec) -> Serving:
     return Serving(
         engine=build_rank_engine(config, spec.build_engine),
         renderer=renderer,
-        capacity=max(1, config.max_num_seqs // sampling_params(spec.job).n),
+        capacity=rank_capacity(spec.job),
         max_num_batched_tokens=config.max_num_batched_tokens,
         splitter=renderer.build_splitter() if spec.job.output.split_reasoning else None,
     )
@@ -75,7 +80,7 @@ class RankActor:
     """The rank as a Ray actor: a worker, and the thread of its loop."""
 
     def __init__(self, spec: RankSpec) -> None:
-        folder = OutputFolder(Path(spec.job.output.path))
+        folder = OutputFolder(Path(spec.job.output.state_dir or spec.job.output.path))
         self._worker = RankWorker(
             folder,
             load_plan(folder),

@@ -20,6 +20,7 @@ from typing import Any
 from engine import ConfigError, Engine, EngineDead, EngineStats, Request, RequestOutput, RequestRejected
 from jobs.environment import describe_environment
 from jobs.lease_reader import LeaseReader, Renderer
+from jobs.shard_cache import ShardCache
 from pipelines.driver import Orders, RankReport
 from pipelines.ledger import Lease, LeaseReport
 from pipelines.manifest import OutputFolder, Tally
@@ -89,7 +90,7 @@ class RankWorker:
         self._folder, self._plan, self._run, self._build = folder, plan, run, build
         self._publisher, self._syncer = publisher, syncer
         columns = plan.contract.render_columns
-        self._reader = RowReader(plan.root, plan.kind, plan.files, columns)
+        self._cache = ShardCache(RowReader(plan.root, plan.kind, plan.files, columns))
         self._part_reader = RowReader(plan.root, plan.kind, plan.files, plan.contract.passed.names)
         self._changed = threading.Condition()
         self._serving: Serving | None = None
@@ -162,10 +163,10 @@ class RankWorker:
             self._feed(self._serving)
         self._journal()
         has_work = self._serving.engine.has_unfinished()
-        self._stats = self._serving.engine.stats()  # an engine is its loop's alone: others read this
         if has_work:
             for output in self._serving.engine.step():
                 self._take(self._serving, output)
+            self._stats = self._serving.engine.stats()  # the engine is this loop's alone: others read this
             self._journal()
         if time.monotonic() - self._synced_at > _SYNC_INTERVAL_S:
             self._synced_at = time.monotonic()
@@ -178,7 +179,7 @@ class RankWorker:
             lease = self._new_leases[0]
             shard = self._plan.shards[lease.shard_index]
             journal = JournalWriter(self._folder, self._plan, shard.index, self._run, lease.lease_id)
-            rows = LeaseReader(lease, shard, self._reader, journal)
+            rows = LeaseReader(lease, shard, self._cache, journal)
             run = _LeaseRun(lease=lease, shard=shard, journal=journal, rows=rows)
             with self._changed:
                 self._leases.append(run)

@@ -63,7 +63,8 @@ def override_options(job: ChatOptions, row: Mapping[str, Any]) -> ChatOptions:
     own = {name: row[name] for name in CHAT_COLUMNS if row.get(name) is not None}
     for name in ("thinking", "drop_thinking"):
         if name in own and not isinstance(own[name], bool):
-            raise RequestRejected("bad_chat_option", f"column {name} must be true or false, got {own[name]!r}")
+            text = f"column {name} must be true or false, got {own[name]!r}"
+            raise RequestRejected("bad_chat_option", text)
     effort = own.get("reasoning_effort")
     if isinstance(effort, str) and effort.isascii() and effort.isdigit():
         own["reasoning_effort"] = int(effort)  # a column that also holds "low" holds its numbers as text

@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from engine.errors import ConfigError
@@ -178,15 +180,39 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema) -> list[pa.Array]:
 
 
 def _conform(array: pa.Array, type_: pa.DataType) -> pa.Array:
+    """Nested arrays are rebuilt level by level: casts of whole ones fail on some slices and dictionaries."""
     t = pa.types
     if array.type.equals(type_, check_metadata=True):
         return array
     if t.is_dictionary(array.type) and not t.is_dictionary(type_):
         return array.dictionary_decode().cast(type_)
-    if t.is_struct(array.type) and t.is_struct(type_):
-        # Field by field: a cast of the whole fails on a dictionary inside that has no values.
-        columns = [
-            _conform(array.field(index), type_.field(index).type) for index in range(array.type.num_fields)
-        ]
-        return pa.StructArray.from_arrays(columns, fields=list(type_), mask=array.is_null())
-    return array.cast(type_)
+    if not t.is_nested(type_) or t.is_null(array.type):
+        return array.cast(type_)
+    is_null = array.is_null()
+    if t.is_struct(type_):
+        columns = [_conform(array.field(index), field.type) for index, field in enumerate(type_)]
+        return pa.StructArray.from_arrays(columns, fields=list(type_), mask=is_null)
+    if t.is_map(type_):
+        offsets = array.offsets.to_numpy()
+        first, length = offsets[0], offsets[-1] - offsets[0]
+        keys = _conform(array.keys.slice(first, length), type_.key_type)
+        items = _conform(array.items.slice(first, length), type_.item_type)
+        starts = pa.array(offsets - first, pa.int32())
+        return pa.MapArray.from_arrays(starts, keys, items, type_, mask=is_null)
+    values = _conform(array.flatten(), type_.value_type)
+    if t.is_fixed_size_list(type_):
+        values = _spread(values, is_null, type_.list_size)
+        return pa.FixedSizeListArray.from_arrays(values, type=type_, mask=is_null)
+    lengths = pc.fill_null(pc.list_value_length(array), 0)
+    offsets = np.concatenate([[0], np.cumsum(lengths.to_numpy(zero_copy_only=False))])
+    list_class, offset_type = pa.ListArray, pa.int32()
+    if t.is_large_list(type_):
+        list_class, offset_type = pa.LargeListArray, pa.int64()
+    return list_class.from_arrays(pa.array(offsets, offset_type), values, type_, mask=is_null)
+
+
+def _spread(values: pa.Array, is_null: pa.Array, list_size: int) -> pa.Array:
+    """Put nulls where the values of null lists would be, which flattening leaves out."""
+    is_valid = np.repeat(~is_null.to_numpy(zero_copy_only=False), list_size)
+    places = np.where(is_valid, np.cumsum(is_valid) - 1, 0)
+    return values.take(pa.array(places, pa.int64(), mask=~is_valid))

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from engine.errors import ConfigError
 from pipelines.manifest import OutputFolder, Tally, replace_durably, sync_folder, try_link, write_durably
-from pipelines.object_store import has_object, put_once
+from pipelines.object_store import check_store, has_object, list_names, put_once
 from pipelines.plan import Plan
 
 COMMIT_KEY = b"overnight"
@@ -121,6 +121,19 @@ def publish_files(
     for temporary in {*files.values(), *mine.files.values()}:
         (folder.temporary / temporary).unlink(missing_ok=True)
     return mine.tally
+
+
+def check_destination(folder: OutputFolder, plan: Plan) -> None:
+    """Refuse a store that cannot hold parts safely, or that holds something else under the parts' URL."""
+    url = plan.parts.url
+    if url is None:
+        return
+    check_store(url)
+    ours = {f(shard.index) for f in (plan.part_name, plan.errors_name) for shard in plan.shards}
+    for name in list_names(url):
+        is_hidden = any(piece.startswith((".", "_")) for piece in name.split("/"))
+        if not is_hidden and (name not in ours or not folder.plan_file.is_file()):
+            raise ConfigError(f"output.path {url!r} holds {name!r}, which is not this job's")
 
 
 def _is_there(folder: OutputFolder, plan: Plan, name: str, temporary: str) -> bool:

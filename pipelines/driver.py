@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -19,13 +18,18 @@ from typing import Any, Protocol
 from engine.api import EngineStats
 from engine.errors import ConfigError
 from pipelines.commits import try_read_commit
+from pipelines.deaths import DeathLog
+from pipelines.leasing import choose_leases
 from pipelines.ledger import Lease, LeaseReport, Ledger
 from pipelines.manifest import OutputFolder, Tally
 from pipelines.metrics import MetricsListener, RowCounts, RunWatch
 from pipelines.plan import Plan
-from pipelines.report import RunRecord, read_status, write_report
+from pipelines.report import RunRecord, read_status
+from pipelines.report_page import write_reports
+from pipelines.row_costs import RowCosts, estimate_costs
 from pipelines.schema import FinishedRow
 from pipelines.sink import JournalWriter, read_journal_state, read_shard_state
+from pipelines.source import RowReader
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +118,7 @@ class Outcome(enum.Enum):
 
     COMMITTED = "committed"
     STOPPED = "stopped"
+    TOO_MANY_ERRORS = "too many errors"
 
 
 class JobFailed(RuntimeError):
@@ -130,6 +135,7 @@ class _Slot:
     num_turns: int = -1
     moved_at: float = 0.0
     publishing: set[int] = field(default_factory=set)
+    is_preparing: bool = False
     is_stopped: bool = False
     is_drained: bool = False
 
@@ -137,6 +143,8 @@ class _Slot:
 class Driver:
     """One run over a plan. ``stall_timeout_s``: how long a step loop may stand still.
 
+    ``capacity`` is how many rows a rank runs at once, as far as is known before one says so. More than
+    ``max_errors`` error rows end the run.
     ``cost_per_rank_hour`` is for the report; ``on_metrics`` is told every line of ``pipelines.metrics``.
     """
 
@@ -147,6 +155,8 @@ class Driver:
         fleet: Fleet,
         *,
         run: int,
+        capacity: int = 1,
+        max_errors: int | None = None,
         stall_timeout_s: float = 900.0,
         start_timeout_s: float = 7200.0,
         cost_per_rank_hour: float | None = None,
@@ -169,7 +179,11 @@ class Driver:
             for shard in missing
             if folder.shard_journals(shard.index).is_dir()
         }
-        self._ledger = Ledger(missing, resumed)
+        self._deaths = DeathLog(folder, plan)
+        self._ledger = Ledger(missing, resumed, self._deaths.read())
+        self._num_lanes = fleet.num_slots * capacity
+        self._has_costs = False
+        self._max_errors = max_errors
         self._record = RunRecord(run=run, num_ranks=fleet.num_slots, cost_per_rank_hour=cost_per_rank_hour)
         self._watch = RunWatch(
             folder, self._record, num_rows=plan.num_rows, num_done=self._num_done, listener=on_metrics
@@ -188,12 +202,18 @@ class Driver:
             outcome = result.value
         finally:
             self._watch.finish(self._count_rows(), outcome)
-            write_report(self._folder, replace(read_status(self._folder.path), is_running=False))
+            status = replace(read_status(self._folder.path), is_running=False)
+            write_reports(self._folder.path, status)
         return result
 
     @property
     def _num_done(self) -> int:
         return self._num_rows_before + self._ledger.num_ok + self._ledger.num_error
+
+    @property
+    def _has_too_many_errors(self) -> bool:
+        num_errors = self._num_errors_before + self._ledger.num_error
+        return self._max_errors is not None and num_errors > self._max_errors
 
     def _read_commits(self) -> dict[int, Tally]:
         found = {
@@ -211,13 +231,17 @@ class Driver:
 
     def _loop(self) -> Outcome:
         self._to_publish += self._ledger.take_complete()
-        if self._num_shards_left:
+        if self._num_shards_left and not self._has_too_many_errors:
             for slot in range(self._fleet.num_slots):
                 self._start(slot)
         while self._num_shards_left:
             self._check_slots()
+            if self._has_too_many_errors:
+                self.request_stop(StopRequest.NOW)
             if self._stop and self._has_stopped():
-                return Outcome.STOPPED
+                return Outcome.TOO_MANY_ERRORS if self._has_too_many_errors else Outcome.STOPPED
+            if self._is_time_to_estimate:
+                self._estimate_costs()
             for slot, event in self._fleet.wait(_WAIT_S):
                 if isinstance(event, RankDied):
                     self._bury(slot, event.reason)
@@ -277,36 +301,38 @@ class Driver:
         state.publishing.update(publish)
         if self._stop is StopRequest.DRAIN:
             return Orders(drain=True, publish=publish)
-        leases = self._lease(slot) if state.capacity else ()
-        return Orders(prepare=self._ledger.num_unleased > 0, leases=leases, publish=publish)
+        state.is_preparing = self._ledger.num_unleased > 0
+        leases = self._lease(slot) if state.capacity and self._has_costs else ()
+        return Orders(prepare=state.is_preparing, leases=leases, publish=publish)
 
     def _lease(self, slot: int) -> tuple[Lease, ...]:
-        """Enough rows that the rank's batch stays full, and near the end no more than its share."""
-        ledger, capacity = self._ledger, self._slots[slot].capacity
-        live = [s for s, state in enumerate(self._slots) if state.is_live and state.capacity]
-        outstanding = ledger.num_outstanding(slot)
-        if self._is_for_suspects(slot, live):
-            # Suspects run with nothing else, so the rank takes no other row until it is empty.
-            lease = ledger.try_lease_suspects(slot, live) if outstanding == 0 else None
-            return (lease,) if lease is not None else ()
-        if any(lease.is_solo for lease in ledger.leases_of(slot)):
-            return ()
-        leases: list[Lease] = []
-        low, high = capacity + math.ceil(capacity / 4), capacity + math.ceil(capacity / 2) + 1
-        while outstanding <= low and ledger.num_unleased:
-            share = math.ceil(ledger.num_unleased / (2 * len(live)))
-            lease = ledger.try_lease(slot, min(high - outstanding, share, capacity))
-            if lease is None:
-                break
-            leases.append(lease)
-            outstanding += lease.num_rows
-        return tuple(leases)
+        capacities = {
+            s: state.capacity for s, state in enumerate(self._slots) if state.is_live and state.capacity
+        }
+        return choose_leases(self._ledger, slot, capacities)
 
-    def _is_for_suspects(self, slot: int, live: Sequence[int]) -> bool:
-        """Whether this rank is to empty itself for suspects: the emptiest is, and the others go on."""
-        ledger = self._ledger
-        able = [other for other in live if ledger.has_suspects(other, live)]
-        return slot in able and slot == min(able, key=lambda other: (ledger.num_outstanding(other), other))
+    @property
+    def _is_time_to_estimate(self) -> bool:
+        """Once every rank builds its engine; a rank that is ready does not wait for a late one."""
+        if self._has_costs or not self._ledger.num_unleased:
+            return False
+        return all(s.is_preparing for s in self._slots) or any(s.capacity for s in self._slots)
+
+    def _estimate_costs(self) -> None:
+        """Read every prompt that is left once, so that rows can be leased in the order of their length.
+
+        It happens while the ranks build their engines; a stop request ends it.
+        """
+        columns = self._plan.contract.render_columns
+        reader = RowReader(self._plan.root, self._plan.kind, self._plan.files, columns, batch_rows=256)
+        costs: dict[int, RowCosts] = {}
+        for shard in self._ledger.missing_shards():
+            if self._stop:
+                return
+            costs[shard.index] = estimate_costs(reader, self._plan, shard)
+        reader.close()
+        self._ledger.set_costs(costs, num_lanes=self._num_lanes)
+        self._has_costs = True
 
     def _bury(self, slot: int, reason: str) -> None:
         """A rank died: learn from its journals what it had done, and give the rest to others."""
@@ -321,6 +347,7 @@ class Driver:
         for lease in leases:
             path = self._folder.journal_file(lease.shard_index, self._run, lease.lease_id)
             found = read_journal_state(self._plan, path)
+            self._deaths.add(lease.shard_index, [row for row in lease.rows if row in found.suspects])
             guilty = self._ledger.lose(lease.lease_id, found)
             is_barren &= not (found.finished or guilty)
             if guilty:

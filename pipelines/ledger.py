@@ -5,15 +5,20 @@ not know files, processes or time.
 
 A row that was in flight on a rank that died is a suspect. Suspects run one at a time on a rank with
 nothing else, so that a second death has one culprit; that row is quarantined.
+
+Rows are leased in the order of what they cost, as far as the ledger was told: those that would hold up
+the end first, then shard by shard, in each the longest first.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipelines.manifest import Tally
+from pipelines.row_costs import RowCosts, find_early, order_rows
 from pipelines.sink import JournalState
 from pipelines.source import Shard
 
@@ -56,6 +61,7 @@ class LeaseReport:
 class _OpenShard:
     shard: Shard
     ranges: deque[tuple[int, int]]
+    early: set[int] = field(default_factory=set)
     leases: set[int] = field(default_factory=set)
     suspects: list[int] = field(default_factory=list)
     num_ok: int = 0
@@ -63,33 +69,51 @@ class _OpenShard:
 
     @property
     def is_complete(self) -> bool:
-        return not self.ranges and not self.leases and not self.suspects
+        return not (self.ranges or self.early or self.leases or self.suspects)
 
 
 @dataclass(slots=True)
 class _HeldLease:
     lease: Lease
     slot: int
+    num_tokens: int
     num_read: int = 0
     num_ok: int = 0
     num_error: int = 0
 
+    @property
+    def num_left(self) -> int:
+        return self.lease.num_rows - self.num_ok - self.num_error
+
 
 class Ledger:
-    """Rows of the unpublished shards. ``resumed`` holds what journals of earlier runs already answer."""
+    """Rows of the unpublished shards. ``resumed`` holds what journals of earlier runs already answer.
 
-    def __init__(self, shards: Sequence[Shard], resumed: Mapping[int, JournalState]) -> None:
+    ``deaths`` says at how many deaths of ranks (shard, row) was there in earlier runs.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        resumed: Mapping[int, JournalState],
+        deaths: Mapping[tuple[int, int], int] | None = None,
+    ) -> None:
         self._unopened = deque(shard for shard in shards if shard.index not in resumed)
         self._open: dict[int, _OpenShard] = {}
         self._held: dict[int, _HeldLease] = {}
-        self._deaths: dict[tuple[int, int], set[int]] = {}
-        self._num_deaths: dict[tuple[int, int], int] = {}
+        # Which slots a row was there to see die; those of earlier runs were other processes.
+        self._num_deaths: dict[tuple[int, int], int] = dict(deaths or {})
+        self._deaths: dict[tuple[int, int], set[int]] = {key: set() for key in self._num_deaths}
+        self._costs: dict[int, RowCosts] = {}
+        self._early: deque[tuple[int, int]] = deque()
+        self._early_of: dict[int, set[int]] = {}
         self._complete: deque[int] = deque()
         self._next_lease_id = 1
         self.num_read = 0
         self.num_ok = 0
         self.num_error = 0
         self.num_unleased = sum(shard.num_rows for shard in shards)
+        self._num_unleased_tokens = self.num_unleased
         for shard in shards:
             if shard.index in resumed:
                 self._open_shard(shard, resumed[shard.index].finished)
@@ -106,11 +130,44 @@ class Ledger:
 
     def num_outstanding(self, slot: int) -> int:
         """Leased rows that the rank of ``slot`` has not finished."""
+        return sum(held.num_left for held in self._held.values() if held.slot == slot)
+
+    def num_outstanding_tokens(self, slot: int) -> int:
+        """What those rows cost, about: which rows of a lease are finished is not known here."""
         return sum(
-            held.lease.num_rows - held.num_ok - held.num_error
+            math.ceil(held.num_tokens * held.num_left / held.lease.num_rows)
             for held in self._held.values()
             if held.slot == slot
         )
+
+    @property
+    def num_unleased_tokens(self) -> int:
+        """What the rows that nobody holds cost; their number, as long as costs are not known."""
+        return self._num_unleased_tokens
+
+    def missing_shards(self) -> list[Shard]:
+        """The shards that have rows to lease."""
+        opened = [opened.shard for opened in self._open.values() if opened.ranges or opened.suspects]
+        return opened + [shard for shard in self._unopened if shard.num_rows]
+
+    def set_costs(self, costs: Mapping[int, RowCosts], num_lanes: int) -> None:
+        """Put the rows in order, before any is leased. ``num_lanes``: how many rows run at once in all.
+
+        ``costs`` has every one of ``missing_shards``.
+        """
+        assert not self._held, "rows are put in order before any is leased"
+        self._costs = dict(costs)
+        rows: dict[int, Sequence[int]] = {
+            opened.shard.index: _rows_of(opened.ranges) for opened in self._open.values() if opened.ranges
+        }
+        rows |= {shard.index: range(shard.num_rows) for shard in self._unopened if shard.num_rows}
+        self._early.extend(place for place in find_early(costs, rows, num_lanes) if place not in self._deaths)
+        for shard_index, row in self._early:
+            self._early_of.setdefault(shard_index, set()).add(row)
+        self._num_unleased_tokens = sum(self._cost(index, own) for index, own in rows.items())
+        for opened in self._open.values():
+            self._num_unleased_tokens += self._cost(opened.shard.index, opened.suspects)
+            self._put_in_order(opened)
 
     def leases_of(self, slot: int) -> list[Lease]:
         """What the rank of ``slot`` holds."""
@@ -121,24 +178,67 @@ class Ledger:
         self._next_lease_id += 1
         return self._next_lease_id - 1
 
-    def try_lease(self, slot: int, max_num_rows: int) -> Lease | None:
-        """Lease up to ``max_num_rows`` untried rows of one shard; None when there are none."""
+    def peek_tokens(self) -> int | None:
+        """What the row costs that ``try_lease`` would begin with; None when there is none."""
+        if self._early:
+            shard_index, row = self._early[0]
+            return self._cost(shard_index, (row,))
+        opened = self._next_shard()
+        return None if opened is None else self._cost(opened.shard.index, (opened.ranges[0][0],))
+
+    def try_lease(self, slot: int, max_num_rows: int, max_num_tokens: float = math.inf) -> Lease | None:
+        """Lease up to ``max_num_rows`` untried rows of one shard, one at least; None when there are none.
+
+        Rows are added as long as they cost no more than ``max_num_tokens`` together.
+        """
+        if self._early:
+            return self._lease_early(slot, max_num_rows, max_num_tokens)
+        opened = self._next_shard()
+        if opened is None:
+            return None
+        index = opened.shard.index
+        rows: list[int] = []
+        num_tokens = 0
+        while opened.ranges and len(rows) < max_num_rows:
+            start, stop = opened.ranges.popleft()
+            row = start
+            while row < stop and len(rows) < max_num_rows:
+                num_tokens += self._cost(index, (row,))
+                if rows and num_tokens > max_num_tokens:
+                    break
+                rows.append(row)
+                row += 1
+            if row < stop:
+                opened.ranges.appendleft((row, stop))
+                break
+        return self._hold(opened, slot, rows)
+
+    def _next_shard(self) -> _OpenShard | None:
         opened = next((s for s in self._open.values() if s.ranges), None)
         while opened is None and self._unopened:
             opened = self._open_shard(self._unopened.popleft(), {})
             opened = opened if opened.ranges else None
+        return opened
+
+    def _lease_early(self, slot: int, max_num_rows: int, max_num_tokens: float) -> Lease:
+        """The longest row, and those behind it as long as they are of its shard."""
+        index = self._early[0][0]
+        opened = self._open.get(index)
         if opened is None:
-            return None
-        taken: list[tuple[int, int]] = []
-        room = max_num_rows
-        while room and opened.ranges:
-            start, stop = opened.ranges.popleft()
-            cut = min(stop, start + room)
-            taken.append((start, cut))
-            room -= cut - start
-            if cut < stop:
-                opened.ranges.appendleft((cut, stop))
-        return self._hold(opened, slot, tuple(taken), is_solo=False)
+            shard = next(shard for shard in self._unopened if shard.index == index)
+            self._unopened.remove(shard)
+            opened = self._open_shard(shard, {})
+        rows: list[int] = []
+        num_tokens = 0
+        while self._early and self._early[0][0] == index and len(rows) < max_num_rows:
+            row = self._early[0][1]
+            num_tokens += self._cost(index, (row,))
+            if rows and num_tokens > max_num_tokens:
+                break
+            rows.append(row)
+            self._early.popleft()
+        opened.early.difference_update(rows)
+        return self._hold(opened, slot, sorted(rows))
 
     def has_suspects(self, slot: int, live_slots: Sequence[int]) -> bool:
         """Whether a suspect waits that the rank of ``slot`` should try."""
@@ -150,7 +250,7 @@ class Ledger:
             rows = self._suspects_for(opened, slot, live_slots)
             if rows:
                 opened.suspects = [row for row in opened.suspects if row not in rows]
-                return self._hold(opened, slot, tuple((row, row + 1) for row in rows), is_solo=True)
+                return self._hold(opened, slot, rows, is_solo=True)
         return None
 
     def _suspects_for(self, opened: _OpenShard, slot: int, live_slots: Sequence[int]) -> list[int]:
@@ -204,8 +304,10 @@ class Ledger:
                 opened.suspects.append(row)
             else:
                 opened.ranges.append((row, row + 1))
-        self.num_unleased += len(left) - len(guilty)
-        opened.ranges = deque(_joined(sorted(opened.ranges)))
+        again = [row for row in left if row not in guilty]
+        self.num_unleased += len(again)
+        self._num_unleased_tokens += self._cost(opened.shard.index, again)
+        self._put_in_order(opened)
         # Guilty rows hold their shard open until they are journaled.
         opened.leases.discard(lease_id)
         del self._held[lease_id]
@@ -242,6 +344,7 @@ class Ledger:
         assert tally.num_rows == opened.shard.num_rows == opened.num_ok + opened.num_error, (opened, tally)
         self.num_ok += tally.num_ok - opened.num_ok
         self.num_error += tally.num_error - opened.num_error
+        self._costs.pop(shard_index, None)
         for key in [key for key in self._num_deaths if key[0] == shard_index]:
             del self._num_deaths[key], self._deaths[key]
         self.check()
@@ -251,25 +354,43 @@ class Ledger:
         assert self.num_read == self.num_ok + self.num_error + self.num_in_flight, vars(self)
 
     def _open_shard(self, shard: Shard, finished: Mapping[int, bool]) -> _OpenShard:
-        missing = [(row, row + 1) for row in range(shard.num_rows) if row not in finished]
-        opened = _OpenShard(shard=shard, ranges=deque(_joined(missing)))
-        self._open[shard.index] = opened
+        index = shard.index
+        missing = [row for row in range(shard.num_rows) if row not in finished]
+        opened = _OpenShard(
+            shard=shard,
+            ranges=deque(_ranges(row for row in missing if (index, row) not in self._num_deaths)),
+            suspects=[row for row in missing if (index, row) in self._num_deaths],
+        )
+        self._open[index] = opened
         ok = sum(finished.values())
         self.num_unleased -= len(finished)
+        self._num_unleased_tokens -= self._cost(index, finished)
         self.num_read += len(finished)
         self._count(opened, ok, len(finished) - ok)
+        self._put_in_order(opened)
         self._notice_complete(opened)
         return opened
 
-    def _hold(
-        self, opened: _OpenShard, slot: int, ranges: tuple[tuple[int, int], ...], *, is_solo: bool
-    ) -> Lease:
-        lease = Lease(
-            lease_id=self.take_lease_id(), shard_index=opened.shard.index, ranges=ranges, is_solo=is_solo
-        )
+    def _put_in_order(self, opened: _OpenShard) -> None:
+        opened.early |= self._early_of.pop(opened.shard.index, set())
+        rows = [row for row in sorted(_rows_of(opened.ranges)) if row not in opened.early]
+        costs = self._costs.get(opened.shard.index)
+        opened.ranges = deque(_ranges(rows if costs is None else order_rows(costs, rows)))
+
+    def _cost(self, shard_index: int, rows: Iterable[int]) -> int:
+        costs = self._costs.get(shard_index)
+        return sum(1 if costs is None else costs.tokens[row] for row in rows)
+
+    def _hold(self, opened: _OpenShard, slot: int, rows: Sequence[int], *, is_solo: bool = False) -> Lease:
+        # A file is read forwards: in a lease, order costs a reader more than it can win an engine.
+        ranges = tuple(_ranges(sorted(rows)))
+        index = opened.shard.index
+        lease = Lease(lease_id=self.take_lease_id(), shard_index=index, ranges=ranges, is_solo=is_solo)
         opened.leases.add(lease.lease_id)
-        self._held[lease.lease_id] = _HeldLease(lease=lease, slot=slot)
+        num_tokens = self._cost(index, rows)
+        self._held[lease.lease_id] = _HeldLease(lease=lease, slot=slot, num_tokens=num_tokens)
         self.num_unleased -= lease.num_rows
+        self._num_unleased_tokens -= num_tokens
         return lease
 
     def _release(self, opened: _OpenShard, held: _HeldLease) -> None:
@@ -288,12 +409,16 @@ class Ledger:
             self._complete.append(opened.shard.index)
 
 
-def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbouring ranges made one."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
+def _rows_of(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    return [row for start, stop in ranges for row in range(start, stop)]
+
+
+def _ranges(rows: Iterable[int]) -> list[tuple[int, int]]:
+    """Rows in their order as half-open ranges, each row that follows the one before it joined to it."""
+    ranges: list[tuple[int, int]] = []
+    for row in rows:
+        if ranges and ranges[-1][1] == row:
+            ranges[-1] = (ranges[-1][0], row + 1)
         else:
-            joined.append((start, stop))
-    return joined
+            ranges.append((row, row + 1))
+    return ranges

@@ -109,6 +109,11 @@ class OutputFolder:
         return self.state / "metrics"
 
     @property
+    def deaths_file(self) -> Path:
+        """Which rows were in flight on ranks that died."""
+        return self.state / "deaths.jsonl"
+
+    @property
     def journals(self) -> Path:
         return self.state / "journals"
 

@@ -119,10 +119,10 @@ def _declare_tools(messages: object, tools: object) -> object:
     return [{"role": "system", "content": "", "tools": tools}, *messages]
 
 
-def response_line(row: Mapping[str, Any], *, model: str) -> dict[str, Any]:
+def response_line(row: Mapping[str, Any]) -> dict[str, Any]:
     """An output row as the object of its line: a response, or an error for a row that failed.
 
-    ``row`` holds ``REQUEST_COLUMNS`` and our columns without a prefix, lists over samples.
+    ``row`` holds ``REQUEST_COLUMNS`` and our columns, lists over samples.
     """
     line_id = "batch_req_" + hashlib.blake2b(str(row["row_id"]).encode(), digest_size=12).hexdigest()
     line: dict[str, Any] = {"id": line_id, "custom_id": row["custom_id"], "response": None, "error": None}
@@ -139,7 +139,7 @@ def response_line(row: Mapping[str, Any], *, model: str) -> dict[str, Any]:
             "object": "chat.completion" if is_chat else "text_completion",
             # No time is given: the same job writes the same bytes.
             "created": 0,
-            "model": json.loads(row["body"]).get("model") or model,
+            "model": json.loads(row["body"]).get("model"),
             "choices": [_choice(row, index, is_chat) for index in range(len(row["completion"]))],
             "usage": {
                 "prompt_tokens": num_prompt,

@@ -60,18 +60,13 @@ def write_jsonl(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
         _sync(file)
 
 
-def write_responses(
-    path: Path, errors_path: Path, batches: Iterable[pa.RecordBatch], *, prefix: str, model: str
-) -> None:
-    """Write answered rows to ``path`` and failed ones to ``errors_path``, neither of which may exist.
-
-    ``prefix`` begins our columns' names. ``model`` is named where a request names none.
-    """
+def write_responses(path: Path, errors_path: Path, batches: Iterable[pa.RecordBatch]) -> None:
+    """Write answered requests to ``path`` and failed ones to ``errors_path``, neither of which may exist."""
     with ExitStack() as opened:
         answered, failed = (opened.enter_context(open(p, "xb")) for p in (path, errors_path))
         for batch in batches:
             for row in to_json_rows(batch):
-                line = response_line({name.removeprefix(prefix): row[name] for name in row}, model=model)
+                line = response_line(row)
                 _write_line(answered if line["error"] is None else failed, line)
         _sync(answered)
         _sync(failed)

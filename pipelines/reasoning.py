@@ -40,10 +40,10 @@ class ReasoningSplitter:
             return None, completion.text
         if self._end_think not in completion.token_ids:
             return completion.text, ""
-        num_thoughts = completion.token_ids.index(self._end_think)
-        reasoning = self._tokenizer.decode(list(completion.token_ids[:num_thoughts]), skip_special_tokens=True)
+        thoughts = completion.token_ids[: completion.token_ids.index(self._end_think)]
+        num_letters = len(self._tokenizer.decode(list(thoughts), skip_special_tokens=True))
         # The text may end earlier than the ids, before a stop string.
-        reasoning, answer = completion.text[: len(reasoning)], completion.text[len(reasoning) :]
+        reasoning, answer = completion.text[:num_letters], completion.text[num_letters:]
         return reasoning, answer.removeprefix(END_THINK)
 
     def _is_open(self, prompt_token_ids: Sequence[int]) -> bool:

@@ -24,7 +24,7 @@ def shared_prefix_ends(prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]
     order = sorted(range(len(prompts)), key=lambda index: list(prompts[index]))
     ends: list[set[int]] = [set() for _ in prompts]
     for left, right in pairwise(order):
-        length = _common_length(prompts[left], prompts[right])
+        length = common_length(prompts[left], prompts[right])
         if length == len(prompts[left]) == len(prompts[right]):
             length -= 1
         if length >= MIN_SHARED_TOKENS:
@@ -33,6 +33,7 @@ def shared_prefix_ends(prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]
     return [tuple(sorted(found)) for found in ends]
 
 
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two prompts have in common from the start."""
     differs = map(operator.ne, a, b)
     return next(compress(count(), differs), min(len(a), len(b)))

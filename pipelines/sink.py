@@ -102,6 +102,11 @@ class JournalState:
     started: set[int] = field(default_factory=set)
     finished: dict[int, bool] = field(default_factory=dict)
 
+    @property
+    def suspects(self) -> set[int]:
+        """Rows that were in flight when the journal ended."""
+        return self.started - self.finished.keys()
+
 
 def read_journal_state(plan: Plan, path: Path, into: JournalState | None = None) -> JournalState:
     """What a journal says of its rows, without their content. A file that is not there says nothing."""
@@ -190,8 +195,7 @@ def publish_shard(folder: OutputFolder, plan: Plan, shard: Shard, reader: RowRea
         write_jsonl(path, batches)
     else:
         errors = f"{files[name]}.errors"
-        model = str(plan.settings.get("model.name", ""))
-        write_responses(path, folder.temporary / errors, batches, prefix=plan.contract.prefix, model=model)
+        write_responses(path, folder.temporary / errors, batches)
         if tally.num_error:
             files = {plan.errors_name(shard.index): errors, **files}
         else:

@@ -70,8 +70,7 @@ class ParquetRows:
         """Yield rows ``start <= row < stop``, with those of the columns that the file has."""
         group_start, group = self._row_group_of(start)
         if self._batches is None or self._position > start or self._position < group_start:
-            groups = list(range(group, self._file.num_row_groups))
-            self._batches = self._file.iter_batches(batch_rows, row_groups=groups, columns=self._columns)
+            self._batches = self._iterate(group, batch_rows)
             self._position, self._rest = group_start, None
         while self._position < stop:
             batch = self._rest if self._rest is not None else next(self._batches)
@@ -81,6 +80,11 @@ class ParquetRows:
             self._rest = batch.slice(last) if last < batch.num_rows else None
             if first < last:
                 yield batch.slice(first, last - first)
+
+    def _iterate(self, first_group: int, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        for group in range(first_group, self._file.num_row_groups):
+            # One by one: a nested dictionary is not read across the end of a group.
+            yield from self._file.iter_batches(batch_rows, row_groups=[group], columns=self._columns)
 
     def _row_group_of(self, row: int) -> tuple[int, int]:
         start = 0

@@ -168,6 +168,13 @@ class FakeEngine:
         )
 
 
+class HangingEngine(FakeEngine):
+    """Poison makes a step last for ever, as a collective does whose peer is gone."""
+
+    def _die(self) -> None:
+        time.sleep(3600)
+
+
 class KilledEngine(FakeEngine):
     """Poison ends the whole process, as a fault in a kernel's driver does."""
 
@@ -188,3 +195,8 @@ def build_slow(config: EngineConfig) -> FakeEngine:
 def build_killed(config: EngineConfig) -> FakeEngine:
     """For jobs with a poison row."""
     return KilledEngine(config)
+
+
+def build_hanging(config: EngineConfig) -> FakeEngine:
+    """For jobs with a row that a rank never comes back from."""
+    return HangingEngine(config)

@@ -16,7 +16,7 @@ from jobs.lease_reader import Renderer
 from jobs.worker import RankWorker, Serving
 from pipelines.driver import Driver, Orders, RankDied, RankReport
 from pipelines.manifest import OutputFolder, check_folder, claim_run, write_plan
-from pipelines.plan import Plan, build_plan
+from pipelines.plan import PartOptions, Plan, build_plan
 from pipelines.schema import build_contract
 from pipelines.source import find_input
 from tests.fake_engine import FakeEngine, expected_text
@@ -35,17 +35,27 @@ def random_prompts(random_: random.Random, count: int) -> list[list[int] | None]
 
 
 def make_plan(
-    input_path: Path | str, rows_per_shard: int = 10, num_samples: int = 1, **settings: Any
+    input_path: Path | str,
+    rows_per_shard: int = 10,
+    num_samples: int = 1,
+    *,
+    contract: dict[str, Any] | None = None,
+    parts: PartOptions | None = None,
+    **settings: Any,
 ) -> Plan:
-    """A plan without a JobConfig."""
+    """A plan without a JobConfig. ``contract`` are further options of ``build_contract``."""
     found = find_input(str(input_path))
-    contract = build_contract(
+    columns = build_contract(
         [(file.path, schema) for file, schema in zip(found.files, found.schemas, strict=True)],
         prefix="",
         num_samples=num_samples,
         has_logprobs=False,
+        is_requests=found.kind == "openai_batch",
+        **(contract or {}),
     )
-    return build_plan(found, contract, rows_per_shard=rows_per_shard, settings=settings)
+    return build_plan(
+        found, columns, rows_per_shard=rows_per_shard, settings=settings, parts=parts or PartOptions()
+    )
 
 
 class InlineExecutor(Executor):
@@ -159,14 +169,14 @@ class InProcessFleet:
 
 
 def start_run(
-    folder: OutputFolder, plan: Plan, num_slots: int = 2, **fleet: Any
+    folder: OutputFolder, plan: Plan, num_slots: int = 2, max_errors: int | None = None, **fleet: Any
 ) -> tuple[Driver, InProcessFleet]:
     """What a new driver process does before its loop."""
     check_folder(folder, plan)
     write_plan(folder, plan)
     run = claim_run(folder)
     ranks = InProcessFleet(folder, plan, run, num_slots, **fleet)
-    return Driver(folder, plan, ranks, run=run), ranks
+    return Driver(folder, plan, ranks, run=run, max_errors=max_errors), ranks
 
 
 def read_output(path: Path) -> pa.Table:

@@ -124,7 +124,9 @@ class SpecModel:
                 gates = group @ w[p + "compressor.wgate.weight"].T
                 lat = (torch.softmax(gates, dim=0) * lat).sum(0)
             lat = rms_norm(lat, w[p + "compressor.norm.weight"], c["rms_norm_eps"])
-            key = rms_norm(w[p + "indexer.wk.weight"] @ lat, w[p + "indexer.k_norm.weight"], c["rms_norm_eps"])
+            key = rms_norm(
+                w[p + "indexer.wk.weight"] @ lat, w[p + "indexer.k_norm.weight"], c["rms_norm_eps"]
+            )
             self.entries[layer].append(self._rotate(lat, j * ratio, ratio))
             self.keys[layer].append(self._rotate(key, j * ratio, ratio))
 
@@ -174,9 +176,16 @@ class SpecModel:
         theta, yarn = c["compress_rope_theta"], c["rope_scaling"]
 
         def turns(n: float) -> float:
-            return d * math.log(yarn["original_max_position_embeddings"] / (2 * math.pi * n)) / (2 * math.log(theta))
+            return (
+                d
+                * math.log(yarn["original_max_position_embeddings"] / (2 * math.pi * n))
+                / (2 * math.log(theta))
+            )
 
-        low, high = max(math.floor(turns(yarn["beta_fast"])), 0), min(math.ceil(turns(yarn["beta_slow"])), d - 1)
+        low, high = (
+            max(math.floor(turns(yarn["beta_fast"])), 0),
+            min(math.ceil(turns(yarn["beta_slow"])), d - 1),
+        )
         ramp = min(max((i - low) / (high - low), 0), 1)
         slow = theta ** (-2 * i / d)
         return slow * (1 - ramp) + slow / yarn["factor"] * ramp
@@ -224,7 +233,9 @@ class SpecModel:
         p = f"layers.{layer}.engram."
         hidden, k, size = c["hidden_size"], c["hc_mult"], c["engram_max_ngram_size"]
         bound = (2**63 - 1) // c["engram_compressed_vocab_size"] // 2
-        multipliers = [int(m) * 2 + 1 for m in np.random.default_rng(10007 * layer).integers(0, bound, size=size)]
+        multipliers = [
+            int(m) * 2 + 1 for m in np.random.default_rng(10007 * layer).integers(0, bound, size=size)
+        ]
         pad = self.token_classes[c["engram_pad_token_id"]]
         out = []
         for t in range(len(ids)):
@@ -240,7 +251,11 @@ class SpecModel:
             for j in range(k):
                 key, s = kv[j * hidden : (j + 1) * hidden], x[t, j]
                 d = (s * w[p + "q_weight"][j] * w[p + "k_weight"][j] * key).sum() / math.sqrt(hidden)
-                d = d / torch.sqrt((s * s).mean() + c["rms_norm_eps"]) / torch.sqrt((key * key).mean() + c["rms_norm_eps"])
+                d = (
+                    d
+                    / torch.sqrt((s * s).mean() + c["rms_norm_eps"])
+                    / torch.sqrt((key * key).mean() + c["rms_norm_eps"])
+                )
                 gate = torch.sigmoid(torch.sign(d) * torch.sqrt(d.abs().clamp(min=1e-6)))
                 streams.append(s + gate * value)
             out.append(torch.stack(streams))

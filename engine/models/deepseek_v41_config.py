@@ -226,6 +226,17 @@ def _check_sizes(config: DeepseekV41Config) -> None:
     for name in ("head_dim", "index_head_dim"):
         if getattr(config, name) % 32:
             raise ConfigError(f"{name} {getattr(config, name)} is no multiple of 32, the cache's block")
+    if config.is_quantised:
+        # Scales cover 32 columns of a weight and 32 channels of what enters it.
+        widths = {
+            name: getattr(config, name) for name in ("hidden_size", "q_lora_rank", "moe_intermediate_size")
+        }
+        widths["o_groups * o_lora_rank"] = config.o_groups * config.o_lora_rank
+        if config.engram_layer_ids:
+            widths["engram_head_dim"] = config.engram_head_dim
+        for name, width in widths.items():
+            if width % 32:
+                raise ConfigError(f"{name} {width} is no multiple of 32, the quantised layout's block")
     if config.num_experts_per_tok > config.n_routed_experts:
         raise ConfigError(f"num_experts_per_tok {config.num_experts_per_tok} exceeds the experts")
     if config.sliding_window < 1 or config.index_topk < 1:

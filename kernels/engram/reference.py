@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels.number_formats import SCALE_BLOCK, e8m0_to_float
 from kernels.rms_norm.reference import inverse_rms
 from kernels.tree_sum import tree_sum
+from kernels.whole_vectors import on_whole_vectors
 
 
 def engram_hash_reference(
@@ -50,12 +51,13 @@ def engram_gate_reference(
     product = wide * q_weight.float() * k_weight.float() * wide_keys
     dot = tree_sum(product, keepdim=True) * inverse_rms(wide, eps) * inverse_rms(wide_keys, eps)
     dot = dot * streams.shape[-1] ** -0.5
-    # torch.sigmoid gives the last elements of a ragged tensor other bits than the rest; exp does not.
-    gate = 1 / (1 + torch.exp(-torch.sign(dot) * torch.sqrt(dot.abs().clamp_min(1e-6))))
+    gate = on_whole_vectors(torch.sigmoid, torch.sign(dot) * torch.sqrt(dot.abs().clamp_min(1e-6)))
     return (wide + gate * value.float()[:, None]).to(streams.dtype)
 
 
-def engram_gather_reference(table: Tensor, scale: Tensor | None, rows: Tensor, *, dtype: torch.dtype) -> Tensor:
+def engram_gather_reference(
+    table: Tensor, scale: Tensor | None, rows: Tensor, *, dtype: torch.dtype
+) -> Tensor:
     """Look table rows up and widen them; the op's signature and returns."""
     looked_up = table[rows.long()].float()
     if scale is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.linear import linear_reference
 from kernels.rms_norm.reference import inverse_rms, rms_norm_reference
 from kernels.tree_sum import tree_sum
+from kernels.whole_vectors import on_whole_vectors
 
 
 class StreamMix(NamedTuple):
@@ -55,9 +56,8 @@ def mix_streams_reference(
     num_rows, k, _ = streams.shape
     flat = streams.float().flatten(1)
     z = linear_reference(flat * inverse_rms(flat, norm_eps), fn)
-    # torch.sigmoid gives the last elements of a ragged tensor other bits than the rest; exp does not.
-    pre = 1 / (1 + torch.exp(-(z[:, :k] * scale[0] + base[:k]))) + eps
-    post = 2 / (1 + torch.exp(-(z[:, k : 2 * k] * scale[1] + base[k : 2 * k])))
+    pre = on_whole_vectors(torch.sigmoid, z[:, :k] * scale[0] + base[:k]) + eps
+    post = 2 * on_whole_vectors(torch.sigmoid, z[:, k : 2 * k] * scale[1] + base[k : 2 * k])
     # Rows innermost, so that the many small steps below run along contiguous memory.
     comb = (z[:, 2 * k :] * scale[2] + base[2 * k :]).t().contiguous().view(k, k, num_rows)
     comb = torch.exp(comb - comb.amax(1, keepdim=True))
@@ -97,7 +97,9 @@ def expand_streams_reference(y: Tensor, streams: Tensor, post: Tensor, comb: Ten
     return torch.stack(mixed, dim=1).to(streams.dtype)
 
 
-def collapse_norm_reference(streams: Tensor, pre: Tensor, norm_weight: Tensor | None, *, eps: float) -> Tensor:
+def collapse_norm_reference(
+    streams: Tensor, pre: Tensor, norm_weight: Tensor | None, *, eps: float
+) -> Tensor:
     """``collapse_streams_reference``, then RMSNorm where a weight [hidden] is given."""
     collapsed = collapse_streams_reference(streams, pre)
     return collapsed if norm_weight is None else rms_norm_reference(collapsed, norm_weight, eps=eps)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.linear import linear_reference
 from kernels.tree_sum import tree_sum
+from kernels.whole_vectors import on_whole_vectors
 
 EXPERT_ROW_TILE = 32
 
@@ -33,9 +35,7 @@ def route_tokens_reference(
 
     ``s = sqrt(softplus(gate x))``; weights are ``s / (sum of the chosen + 1e-20) * routed_scale``.
     """
-    z = linear_reference(x.float(), gate)
-    # F.softplus gives the last elements of a ragged tensor other bits than the rest; exp and log1p do not.
-    scores = torch.sqrt(z.clamp_min(0) + torch.log1p(torch.exp(-z.abs())))
+    scores = torch.sqrt(on_whole_vectors(F.softplus, linear_reference(x.float(), gate)))
     order = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices
     expert_ids = order[:, :top_k]
     chosen = scores.gather(1, expert_ids)

@@ -150,3 +150,17 @@ def test_c12b_a_row_that_kills_its_process_is_quarantined(make_job: Callable[...
     errors = [(row["row_id"], row["error"]) for row in output.to_pylist() if row["status"] == "error"]
     assert errors == [("in.parquet#23", "engine_crash")]
     assert read_status(job.output).num_rank_deaths == 2
+
+
+def test_a_rank_that_hangs_is_noticed_and_its_row_quarantined(make_job: Callable[..., Job]) -> None:
+    job = make_job("output.max_error_rate=1.0", "cluster.stall_timeout_s=6.0")
+    prompts = random_prompts(random.Random(10), 60)
+    prompts[31] = [9, POISON_ID]
+    write_prompts(job.input / "in.parquet", prompts)
+    assert job.run("build_hanging") == 0
+    assert job.is_gone()
+    output = read_output(job.output)
+    check_answers(output, prompts)
+    errors = [(row["row_id"], row["error"]) for row in output.to_pylist() if row["status"] == "error"]
+    assert errors == [("in.parquet#31", "engine_crash")]
+    assert read_status(job.output).num_rank_deaths == 2

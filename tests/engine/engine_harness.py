@@ -18,7 +18,12 @@ Digests = dict[str, tuple[str, ...]]
 
 def build_engine(folder: Path, **settings: object) -> LLMEngine:
     """A float32 CPU engine; contexts of 1024 unless asked otherwise."""
-    defaults: dict[str, object] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "max_num_seqs": 24}
+    defaults: dict[str, object] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": 1024,
+        "max_num_seqs": 24,
+    }
     return LLMEngine.build(EngineConfig(model=str(folder), **{**defaults, **settings}))  # type: ignore[arg-type]
 
 
@@ -45,7 +50,11 @@ def digests(outputs: dict[str, RequestOutput]) -> Digests:
 def undisturbed(folder: Path, requests: Iterable[Request]) -> Digests:
     """Each request alone: one chunk, no cache, no preemption, every layer on every row."""
     engine = build_engine(
-        folder, enable_prefix_caching=False, decoder_prefill="full", max_num_batched_tokens=1024, num_kv_blocks=64
+        folder,
+        enable_prefix_caching=False,
+        decoder_prefill="full",
+        max_num_batched_tokens=1024,
+        num_kv_blocks=64,
     )
     alone: Digests = {}
     for request in requests:

@@ -21,7 +21,14 @@ from engine.models.deepseek_v41_config import load_model_config
 from kernels.hyper_connections import expand_streams_reference
 from kernels.indexer import block_maxima_reference
 from kernels.moe import Routes, route_tokens_reference
-from tests.engine.golden_harness import MODEL_FOLDERS, PromptRun, load_goldens, load_model, logit_errors, run_prompts
+from tests.engine.golden_harness import (
+    MODEL_FOLDERS,
+    PromptRun,
+    load_goldens,
+    load_model,
+    logit_errors,
+    run_prompts,
+)
 
 FOLDER = MODEL_FOLDERS["tiny"]
 NUM_ROWS = 200
@@ -107,7 +114,9 @@ def _no_inverse_rope(patch: pytest.MonkeyPatch) -> None:
 
 def _window_theta_everywhere(patch: pytest.MonkeyPatch) -> None:
     tables = RotaryEmbedding.tables
-    patch.setattr(RotaryEmbedding, "tables", lambda self, p, *, is_compressing: tables(self, p, is_compressing=False))
+    patch.setattr(
+        RotaryEmbedding, "tables", lambda self, p, *, is_compressing: tables(self, p, is_compressing=False)
+    )
 
 
 def _newest_block_not_pinned(patch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,12 @@ PAIRS = [
     ("bard", "actq"),
 ]
 # Where the cache is quantised, a last-bit difference may cross a rounding step, and later rows drift.
-SHARE_WITHIN = {("tiny", "qat"): 0.95, ("tiny-quant", "qat"): 0.95, ("tiny-quant", "actq"): 0.95, ("bard", "qat"): 0.85}
+SHARE_WITHIN = {
+    ("tiny", "qat"): 0.95,
+    ("tiny-quant", "qat"): 0.95,
+    ("tiny-quant", "actq"): 0.95,
+    ("bard", "qat"): 0.85,
+}
 
 
 @functools.cache
@@ -100,7 +105,10 @@ def test_prompts_mixed_in_one_batch(model: str, mode: str) -> None:
     loaded = loaded_model(model, mode)
     files = goldens(model, mode)
     plans = islice(cycle([None, CHUNKS, (30, 64), (1, 50), (17,)]), len(files))
-    runs = [PromptRun(g.prompt, plan, starts_at_step=i % 3) for i, (g, plan) in enumerate(zip(files, plans, strict=True))]
+    runs = [
+        PromptRun(g.prompt, plan, starts_at_step=i % 3)
+        for i, (g, plan) in enumerate(zip(files, plans, strict=True))
+    ]
     run_prompts(loaded, runs, is_quantised=mode != "noquant")
     for run, golden in zip(runs, files, strict=True):
         check_close(run, golden, loaded, model, mode)
@@ -163,7 +171,9 @@ def test_a_bfloat16_run_is_near(model: str) -> None:
 @pytest.mark.parametrize("model", ["tiny", "tiny-quant", "bard"])
 def test_engram_tables_follow_from_the_tokenizer(model: str) -> None:
     folder = MODEL_FOLDERS[model]
-    tables = build_ngram_tables(load_model_config(folder), Tokenizer.from_file(str(folder / "tokenizer.json")))
+    tables = build_ngram_tables(
+        load_model_config(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    )
     expected = json.loads((ROOT / "tests" / "data" / model / "engram_hash.json").read_text())
     assert tables.token_classes.tolist() == expected["token_map"]
     assert tables.pad_class == expected["token_map"][expected["pad_id"]]

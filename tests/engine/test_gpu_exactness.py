@@ -76,7 +76,12 @@ def test_every_disturbance_leaves_the_bits(model: str, dtype: str, kernel_impl: 
 
     def config(**changes: object) -> EngineConfig:
         return EngineConfig(
-            model=str(path), dtype=dtype, device="cuda", kernel_impl=kernel_impl, max_model_len=1024, **changes
+            model=str(path),
+            dtype=dtype,
+            device="cuda",
+            kernel_impl=kernel_impl,
+            max_model_len=1024,
+            **changes,
         )
 
     rows = requests(seed, load_model_config(path).vocab_size)

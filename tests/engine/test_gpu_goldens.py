@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.golden_harness import CHUNKS, MODEL_FOLDERS, PromptRun, load_goldens, load_model, run_prompts
+from tests.engine.golden_harness import (
+    CHUNKS,
+    MODEL_FOLDERS,
+    PromptRun,
+    load_goldens,
+    load_model,
+    run_prompts,
+)
 from tests.engine.test_goldens import PAIRS, check_close
 
 pytestmark = pytest.mark.gpu

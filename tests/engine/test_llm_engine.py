@@ -100,7 +100,8 @@ def test_samples_differ_from_each_other_and_repeat() -> None:
     first = digests(run(build_engine(TINY), [row]))["row"]
     assert len(set(first)) == 4
     others = [
-        Request(request_id=f"other{i}", prompt_token_ids=PROMPT[i:], sampling=replace(sampling, n=1)) for i in range(3)
+        Request(request_id=f"other{i}", prompt_token_ids=PROMPT[i:], sampling=replace(sampling, n=1))
+        for i in range(3)
     ]
     crowded = digests(run(build_engine(TINY, max_num_batched_tokens=16), [*others, row], per_step=2))
     assert crowded["row"] == first
@@ -115,7 +116,9 @@ def test_top_logprobs_are_the_raw_distributions(engine: LLMEngine) -> None:
     sampling = SamplingParams(temperature=0.7, top_p=0.5, max_tokens=3, ignore_eos=True, logprobs=480 // 8)
     (completion,) = complete(engine, sampling).completions
     assert len(completion.top_logprobs) == 3
-    for token, logprob, top in zip(completion.token_ids, completion.logprobs, completion.top_logprobs, strict=True):
+    for token, logprob, top in zip(
+        completion.token_ids, completion.logprobs, completion.top_logprobs, strict=True
+    ):
         assert list(top.logprobs) == sorted(top.logprobs, reverse=True)
         assert sum(math.exp(value) for value in top.logprobs) <= 1 + 1e-5
         assert dict(zip(top.token_ids, top.logprobs, strict=True))[token] == logprob
@@ -125,7 +128,12 @@ def test_top_logprobs_are_the_raw_distributions(engine: LLMEngine) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "code"),
-    [([], "empty_prompt"), ([9] * 1024, "prompt_too_long"), ([9, 480], "bad_token_id"), ([-1], "bad_token_id")],
+    [
+        ([], "empty_prompt"),
+        ([9] * 1024, "prompt_too_long"),
+        ([9, 480], "bad_token_id"),
+        ([-1], "bad_token_id"),
+    ],
 )
 def test_a_row_that_cannot_be_served_is_refused_and_leaves_nothing(
     engine: LLMEngine, prompt: list[int], code: str
@@ -188,7 +196,11 @@ def test_a_device_failure_kills_the_engine_not_the_row() -> None:
 
 def test_bfloat16_is_as_exact_as_float32() -> None:
     rows = [
-        Request(request_id=f"r{i}", prompt_token_ids=[(7 * j + i) % 400 + 9 for j in range(30 + 60 * i)], sampling=GREEDY)
+        Request(
+            request_id=f"r{i}",
+            prompt_token_ids=[(7 * j + i) % 400 + 9 for j in range(30 + 60 * i)],
+            sampling=GREEDY,
+        )
         for i in range(2)
     ]
     settings = {"dtype": "bfloat16", "enable_prefix_caching": False}

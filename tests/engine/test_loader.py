@@ -46,7 +46,9 @@ def changed(folder: Path, target: Path, changes: dict[str, Tensor | None]) -> Pa
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(folder / name, target / name)
     tensors = load_file(folder / "model.safetensors") | changes
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, target / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None}, target / "model.safetensors"
+    )
     return target
 
 
@@ -71,7 +73,9 @@ def test_both_layouts_load(plain: Path, quantised: Path) -> None:
         ("layers.1.hc_ffn_scale", [3]),
     ],
 )
-def test_a_missing_tensor_is_named_with_its_shape(plain: Path, tmp_path: Path, name: str, shape: list[int]) -> None:
+def test_a_missing_tensor_is_named_with_its_shape(
+    plain: Path, tmp_path: Path, name: str, shape: list[int]
+) -> None:
     with pytest.raises(ConfigError, match=f"tensor {name} is missing") as refused:
         build(changed(plain, tmp_path / "m", {name: None}))
     assert str(shape) in str(refused.value)
@@ -108,7 +112,9 @@ def test_a_wrong_scale_shape_is_named_with_both(quantised: Path, tmp_path: Path)
     assert "has shape [64, 2], expected [64, 1]" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["layers.2.attn_norm.weight", "layers.1.attn.compressor.wgate.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    "name", ["layers.2.attn_norm.weight", "layers.1.attn.compressor.wgate.weight", "lm_head.weight"]
+)
 def test_an_unexpected_tensor_stops_the_load(plain: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"tensor {name} in the checkpoint is not part of this model"):
         build(changed(plain, tmp_path / "m", {name: torch.zeros(4)}))

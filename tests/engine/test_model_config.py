@@ -42,15 +42,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unnormalised weights": ({"norm_topk_prob": False}, "norm_topk_prob"),
     "tied embeddings": ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     "another rope": ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_scaling"),
-    "half a rope": ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_scaling.beta_fast is missing"),
+    "half a rope": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
+        "rope_scaling.beta_fast is missing",
+    ),
     "ratios too few": ({"compress_ratios": [0, 2, 2]}, "compress_ratios has 3 values for 6 layers"),
     "a ratio that cuts blocks": ({"compress_ratios": [0, 3, 3, 1, 1, 1]}, r"compress_ratios\[1\] is 3"),
-    "a ratio without source": ({"compress_ratios": [2, 2, 2, 1, 1, 1]}, "layer 0 has ratio 2 but no KV source"),
+    "a ratio without source": (
+        {"compress_ratios": [2, 2, 2, 1, 1, 1]},
+        "layer 0 has ratio 2 but no KV source",
+    ),
     "a ratio unlike its source": ({"compress_ratios": [0, 2, 1, 1, 1, 1]}, "layer 2 has ratio 1, unlike"),
     "a source without ratio": ({"kv_source_layer_ids": [0, 1, 3]}, "kv_source_layer_ids names layer 0"),
-    "a source without index": ({"index_source_layer_ids": [1, 5]}, "KV source 3 is not in index_source_layer_ids"),
+    "a source without index": (
+        {"index_source_layer_ids": [1, 5]},
+        "KV source 3 is not in index_source_layer_ids",
+    ),
     "an index source beyond": ({"index_source_layer_ids": [1, 3, 9]}, "index_source_layer_ids names a layer"),
-    "candidates from nowhere": ({"candidate_source_layer_id": 5}, "candidate_source_layer_id 5 is no KV source"),
+    "candidates from nowhere": (
+        {"candidate_source_layer_id": 5},
+        "candidate_source_layer_id 5 is no KV source",
+    ),
     "engram beyond": ({"engram_layer_ids": [6]}, "engram_layer_ids"),
     "groups that cut heads": ({"o_groups": 3}, "o_groups 3 does not divide 4 heads"),
     "odd rope": ({"qk_rope_head_dim": 15}, "qk_rope_head_dim 15"),
@@ -73,13 +85,30 @@ def test_what_the_engine_does_not_implement_is_refused_by_name(case: str) -> Non
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("quant_method", "awq"), ("weight_block_size", [128, 128]), ("scale_fmt", "fp32"), ("expert_dtype", "fp8")],
+    [
+        ("quant_method", "awq"),
+        ("weight_block_size", [128, 128]),
+        ("scale_fmt", "fp32"),
+        ("expert_dtype", "fp8"),
+    ],
 )
 def test_other_quantisations_are_refused(name: str, value: object) -> None:
     raw = raw_config(is_quantised=True)
     raw["quantization_config"][name] = value
     with pytest.raises(ConfigError, match=f"quantization_config.{name}"):
         parse_model_config(raw)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "q_lora_rank", "moe_intermediate_size", "engram_head_dim"])
+def test_a_quantised_layout_needs_whole_blocks(name: str) -> None:
+    for is_quantised in (False, True):
+        raw = raw_config(is_quantised=is_quantised)
+        raw["text_config"][name] = 40
+        if not is_quantised:
+            assert getattr(parse_model_config(raw), name) == 40
+            continue
+        with pytest.raises(ConfigError, match=f"{name} 40 is no multiple of 32"):
+            parse_model_config(raw)
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "sliding_window", "engram_layer_ids", "compress_rope_theta"])

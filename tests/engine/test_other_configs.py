@@ -148,7 +148,9 @@ def test_chunks_and_neighbours_change_no_bit(loaded: LoadedModel) -> None:
     prompts = [random_prompt(loaded, length, seed=length) for length in (LONG, 33, 70)]
     alone = [run_prompts(loaded, [PromptRun(p)], is_quantised=True)[0] for p in prompts]
     plans = (CHUNKS, (1, 2, 3, 40), (64,))
-    mixed = [PromptRun(p, plan, starts_at_step=i) for i, (p, plan) in enumerate(zip(prompts, plans, strict=True))]
+    mixed = [
+        PromptRun(p, plan, starts_at_step=i) for i, (p, plan) in enumerate(zip(prompts, plans, strict=True))
+    ]
     run_prompts(loaded, mixed, is_quantised=True)
     for one, other in zip(alone, mixed, strict=True):
         assert torch.equal(one.rows("logits"), other.rows("logits"))
@@ -160,7 +162,9 @@ def test_the_decoder_tail_changes_no_bit(loaded: LoadedModel) -> None:
     assert rows.first_output[loaded.shape.decoder_start] > 0, "nothing is cut"
     (full,) = run_prompts(loaded, [PromptRun(prompt)], is_quantised=True)
     for chunks in (None, CHUNKS):
-        (cut,) = run_prompts(loaded, [PromptRun(prompt, chunks)], is_quantised=True, mode="exact", is_traced=False)
+        (cut,) = run_prompts(
+            loaded, [PromptRun(prompt, chunks)], is_quantised=True, mode="exact", is_traced=False
+        )
         assert torch.equal(cut.last_logits, full.rows("logits")[-1])
         assert torch.equal(cut.last_logits, full.last_logits)
 
@@ -174,7 +178,9 @@ def test_both_layouts_of_one_model_agree(folder: Path, loaded: LoadedModel) -> N
     assert torch.equal(runs[0].rows("logits"), runs[1].rows("logits"))
 
 
-def test_quantised_activations_change_the_answer_but_not_its_exactness(folder: Path, loaded: LoadedModel) -> None:
+def test_quantised_activations_change_the_answer_but_not_its_exactness(
+    folder: Path, loaded: LoadedModel
+) -> None:
     prompt = random_prompt(loaded, 40, seed=11)
     released = load_model(folder, activations="release")
     (plain,) = run_prompts(loaded, [PromptRun(prompt)], is_quantised=True)

@@ -13,8 +13,9 @@ import pytest
 from engine import ConfigError
 from jobs import cli
 from jobs.config import JobConfig
-from pipelines.manifest import Tally
+from pipelines.manifest import OutputFolder, Tally
 from pipelines.report import Effort, JobStatus, WastedTokens
+from tests.small_jobs import make_plan, start_run, write_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +42,11 @@ def test_the_flag_set_is_pinned() -> None:
     (commands,) = (a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     assert {name: flags_of(parser) for name, parser in commands.choices.items()} == {
         "run": {"-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"},
-        "status": {"-h", "--help", "output_dir"},
+        "plan": {
+            *("-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"),
+            *("--rows", "--seed", "--tokens-per-s", "--device-memory-gib"),
+        },
+        "status": {"-h", "--help", "output_dir", "--write-report"},
         "verify": {"-h", "--help", "output_dir", "--rows", "--seed", "--model", "--allow-other-device"},
     }
 
@@ -74,7 +79,13 @@ def test_a_refused_config_is_one_sentence_and_exit_2(
 
 
 def test_exit_codes_are_in_the_help_of_every_command() -> None:
-    for arguments in (["--help"], ["run", "--help"], ["status", "--help"], ["verify", "--help"]):
+    for arguments in (
+        ["--help"],
+        ["run", "--help"],
+        ["plan", "--help"],
+        ["status", "--help"],
+        ["verify", "--help"],
+    ):
         done = run_command(*arguments)
         assert done.returncode == 0
         for code in ("0 ", "1 ", "2 ", "3 ", "75 "):
@@ -84,6 +95,7 @@ def test_exit_codes_are_in_the_help_of_every_command() -> None:
 def test_a_wrong_flag_and_a_folder_without_a_job_exit_with_2(tmp_path: Path) -> None:
     assert run_command("run", "--modle", "m").returncode == 2
     assert run_command("verify", "out", "--rows", "0").returncode == 2
+    assert run_command("plan", "--rows", "-1").returncode == 2
     for command in ("status", "verify"):
         done = run_command(command, str(tmp_path / "absent"))
         assert done.returncode == 2
@@ -107,6 +119,18 @@ def test_another_distribution_named_kernels_is_refused(
 def test_batch_prefill_says_that_it_comes_later(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.batch_prefill(["run", "job.yaml"]) == 2
     assert "later" in capsys.readouterr().err
+
+
+def test_status_writes_the_reports_of_a_job_that_could_not(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "in.parquet", [[1, 2], [3]])
+    folder = OutputFolder(tmp_path / "out")
+    start_run(folder, make_plan(tmp_path / "in.parquet"))  # and never gets further
+    done = run_command("status", str(folder.path), "--write-report")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[1] == "rows read 0 = ok 0 + error 0 + in flight 0"
+    assert done.stdout.splitlines()[-1] == f"wrote {folder.page_file}"
+    assert "stopped" in folder.page_file.read_text()
+    assert '"num_rows": 2' in folder.report_file.read_text()
 
 
 def test_status_prints_the_equation() -> None:

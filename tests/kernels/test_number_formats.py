@@ -127,7 +127,17 @@ def test_every_fp4_code_survives_and_the_low_nibble_comes_first() -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0), (-2.5, -2.0), (-0.25, 0.0)],
+    [
+        (0.25, 0.0),
+        (0.75, 1.0),
+        (1.25, 1.0),
+        (1.75, 2.0),
+        (2.5, 2.0),
+        (3.5, 4.0),
+        (5.0, 4.0),
+        (-2.5, -2.0),
+        (-0.25, 0.0),
+    ],
 )
 def test_fp4_ties_go_to_the_even_code(value: float, expected: float) -> None:
     block = torch.tensor([[6.0, value] + [0.0] * 30])

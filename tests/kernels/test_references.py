@@ -24,7 +24,12 @@ from kernels.indexer import (
     merge_topk_reference,
 )
 from kernels.linear import linear_reference
-from kernels.moe import combine_experts_reference, expert_mlp_reference, route_tokens_reference, swiglu_reference
+from kernels.moe import (
+    combine_experts_reference,
+    expert_mlp_reference,
+    route_tokens_reference,
+    swiglu_reference,
+)
 from kernels.number_formats import pack_fp4_entry, pack_fp4_index, pack_fp8, quantise_activations_reference
 from kernels.rms_norm import rms_norm_reference
 from kernels.rope import YarnScaling, apply_rope_reference, rope_frequencies, rope_tables
@@ -43,7 +48,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 K, HIDDEN, EXPERTS = 4, 96, 7
 GATE, BIAS = normal(EXPERTS, HIDDEN, seed=1), normal(EXPERTS, seed=2)
 W13, W2 = normal(EXPERTS, 2 * 64, HIDDEN, seed=3) / 8, normal(EXPERTS, HIDDEN, 64, seed=4) / 8
-FN, BASE, SCALE = normal(2 * K + K * K, K * HIDDEN, seed=5) / 16, normal(2 * K + K * K, seed=6), normal(3, seed=7)
+FN, BASE, SCALE = (
+    normal(2 * K + K * K, K * HIDDEN, seed=5) / 16,
+    normal(2 * K + K * K, seed=6),
+    normal(3, seed=7),
+)
 KEYS = normal(1, 57, 32, seed=8)
 
 
@@ -75,7 +84,9 @@ def _rope(x: Tensor) -> Tensor:
 def _attend(x: Tensor) -> Tensor:
     keys = x[:, HIDDEN:].float().unflatten(1, (9, 32))
     valid = keys[..., 0] > -1
-    return sparse_attention_reference(x[:, :HIDDEN].unflatten(1, (3, 32)), keys, valid, normal(3), scale=0.2).flatten(1)
+    return sparse_attention_reference(
+        x[:, :HIDDEN].unflatten(1, (3, 32)), keys, valid, normal(3), scale=0.2
+    ).flatten(1)
 
 
 def _pool(x: Tensor) -> Tensor:
@@ -84,7 +95,10 @@ def _pool(x: Tensor) -> Tensor:
 
 
 def _gate(x: Tensor) -> Tensor:
-    streams, keys = x[:, : 2 * HIDDEN].unflatten(1, (2, -1)), x[:, 2 * HIDDEN : 4 * HIDDEN].unflatten(1, (2, -1))
+    streams, keys = (
+        x[:, : 2 * HIDDEN].unflatten(1, (2, -1)),
+        x[:, 2 * HIDDEN : 4 * HIDDEN].unflatten(1, (2, -1)),
+    )
     weights = normal(2, HIDDEN, seed=9)
     return engram_gate_reference(streams, keys, x[:, 4 * HIDDEN :], weights, weights, eps=1e-20).flatten(1)
 
@@ -113,7 +127,11 @@ OPS: dict[str, tuple[int, Callable[[Tensor], Tensor], tuple[torch.dtype, ...]]] 
     "fp4 entries": (HIDDEN, pack_fp4_entry, (torch.float32,)),
     "tree sum": (HIDDEN, lambda x: tree_sum(x)[:, None], BOTH),
 }
-CASES = [pytest.param(name, dtype, id=f"{name}-{str(dtype)[6:]}") for name, (_, _, dtypes) in OPS.items() for dtype in dtypes]
+CASES = [
+    pytest.param(name, dtype, id=f"{name}-{str(dtype)[6:]}")
+    for name, (_, _, dtypes) in OPS.items()
+    for dtype in dtypes
+]
 
 
 def rows_in_batches(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -122,7 +140,9 @@ def rows_in_batches(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
     for count in (1, 2, 3, 5, 16, 17, 64):
         for offset in (0, 1, 7, 33, 36):
             part = op(x[offset : offset + count].contiguous())
-            assert torch.equal(part.view(torch.uint8), whole[offset : offset + count].contiguous().view(torch.uint8)), (
+            assert torch.equal(
+                part.view(torch.uint8), whole[offset : offset + count].contiguous().view(torch.uint8)
+            ), (
                 count,
                 offset,
             )
@@ -164,7 +184,9 @@ def test_tree_sum_is_the_sum(count: int) -> None:
 def test_rms_norm() -> None:
     x, weight = normal(6, 48).double(), normal(48, seed=1).double()
     expected = weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-3)
-    assert torch.allclose(rms_norm_reference(x.float(), weight.float(), eps=1e-3).double(), expected, atol=1e-5)
+    assert torch.allclose(
+        rms_norm_reference(x.float(), weight.float(), eps=1e-3).double(), expected, atol=1e-5
+    )
 
 
 def test_rope_multiplies_by_complex_numbers() -> None:
@@ -205,7 +227,9 @@ def test_streams_against_a_naive_sinkhorn(k: int) -> None:
             a = a / (a.sum(1, keepdim=True) + eps)
             a = a / (a.sum(0) + eps)
         assert torch.allclose(mix.comb[row].double(), a, atol=1e-5)
-        assert torch.allclose(mix.pre[row].double(), torch.sigmoid(z[:k] * scale[0] + base[:k]) + eps, atol=1e-5)
+        assert torch.allclose(
+            mix.pre[row].double(), torch.sigmoid(z[:k] * scale[0] + base[:k]) + eps, atol=1e-5
+        )
         post = 2 * torch.sigmoid(z[k : 2 * k] * scale[1] + base[k : 2 * k])
         assert torch.allclose(mix.post[row].double(), post, atol=1e-5)
     y = normal(5, 32, seed=4)
@@ -222,7 +246,9 @@ def test_attention_is_one_softmax_with_a_sink() -> None:
     sink = normal(3, seed=3)
     out = sparse_attention_reference(q, keys, is_valid, sink, scale=0.3)
     scores = torch.einsum("rhd,rkd->rhk", q, keys) * 0.3
-    scores = torch.cat([scores.masked_fill(~is_valid[:, None], -INF), sink.view(1, 3, 1).expand(6, 3, 1)], dim=2)
+    scores = torch.cat(
+        [scores.masked_fill(~is_valid[:, None], -INF), sink.view(1, 3, 1).expand(6, 3, 1)], dim=2
+    )
     expected = torch.softmax(scores.double(), -1)[..., :-1] @ keys.double()
     assert torch.allclose(out.double(), expected, atol=1e-5)
     assert torch.equal(out[3], torch.zeros(3, 32))
@@ -266,7 +292,9 @@ def test_routes_are_chosen_with_the_bias_and_weighed_without() -> None:
         assert routes.expert_ids[row].tolist() == wanted
         weights = scores[row, wanted] / scores[row, wanted].sum() * 1.5
         assert torch.allclose(routes.weights[row].double(), weights, atol=1e-5)
-    tied = route_tokens_reference(torch.zeros(2, HIDDEN), GATE, torch.zeros(EXPERTS), top_k=3, routed_scale=1.0)
+    tied = route_tokens_reference(
+        torch.zeros(2, HIDDEN), GATE, torch.zeros(EXPERTS), top_k=3, routed_scale=1.0
+    )
     assert tied.expert_ids.tolist() == [[0, 1, 2]] * 2
 
 
@@ -294,7 +322,10 @@ def test_pooling_is_a_softmax_over_the_group_per_channel() -> None:
 def test_engram_hash_is_python_arithmetic() -> None:
     """On large multipliers, where the products use all 63 bits."""
     multipliers = torch.tensor([76632096046245, 4839876093313, 35959672319349])
-    primes, offsets = torch.tensor([[16000057, 16000079], [16000081, 16000109]]), torch.tensor([[0, 7], [11, 13]])
+    primes, offsets = (
+        torch.tensor([[16000057, 16000079], [16000081, 16000109]]),
+        torch.tensor([[0, 7], [11, 13]]),
+    )
     classes = torch.randint(0, 99092, (20, 3), generator=torch.Generator().manual_seed(0))
     rows = engram_hash_reference(classes, multipliers, primes, offsets)
     for row, (a, b, c) in enumerate(classes.tolist()):

@@ -201,3 +201,49 @@ def test_a_hanging_rank_is_ended(tmp_path: Path, folder: OutputFolder) -> None:
     assert driver.run() is Outcome.COMMITTED
     check_answers(read_output(folder.path), prompts)
     assert read_status(folder.path).num_rank_deaths == 1
+
+
+def test_more_errors_than_allowed_stop_the_job_and_a_larger_allowance_goes_on(
+    tmp_path: Path, folder: OutputFolder
+) -> None:
+    prompts = random_prompts(random.Random(7), 200)
+    for index in range(0, 200, 10):
+        prompts[index] = None
+    write_prompts(tmp_path / "in.parquet", prompts)
+    plan = make_plan(tmp_path / "in.parquet", 20)
+    driver, _ = start_run(folder, plan, max_errors=3)
+    assert driver.run() is Outcome.TOO_MANY_ERRORS
+    stopped = read_status(folder.path)
+    assert 3 < stopped.num_error <= stopped.num_read < 200
+    again, fleet = start_run(folder, plan, max_errors=3)
+    assert again.run() is Outcome.TOO_MANY_ERRORS
+    assert fleet.num_started == 0
+    assert read_status(folder.path).num_read == stopped.num_read
+    last, _ = start_run(folder, plan, max_errors=20)
+    assert last.run() is Outcome.COMMITTED
+    check_answers(read_output(folder.path), prompts)
+
+
+def test_a_row_keeps_its_death_when_the_driver_is_started_anew(tmp_path: Path, folder: OutputFolder) -> None:
+    prompts = random_prompts(random.Random(8), 40)
+    prompts[11] = [5, POISON_ID]
+    write_prompts(tmp_path / "in.parquet", prompts)
+    plan = make_plan(tmp_path / "in.parquet", 20)
+    driver, fleet = start_run(folder, plan, num_slots=1)
+    start = fleet.start
+
+    def start_once(slot: int) -> None:
+        if fleet.num_started:
+            raise KeyboardInterrupt  # the driver goes with the first rank that the row kills
+        start(slot)
+
+    fleet.start = start_once  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        driver.run()
+    again, fleet = start_run(folder, plan, num_slots=1)
+    assert again.run() is Outcome.COMMITTED
+    assert fleet.num_started == 2, "one more death is enough"
+    output = read_output(folder.path)
+    check_answers(output, prompts)
+    errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
+    assert errors == {"in.parquet#11": "engine_crash"}

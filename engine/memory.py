@@ -1,0 +1,143 @@
+"""What an engine will take of a device's memory, from files' headers alone.
+
+Owns the estimate that a job's plan shows before any device is there; the loader and the cache have the
+last word. Imports neither torch nor triton.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import (
+    KV_BLOCK_SIZE,
+    EngineConfig,
+    MemoryFacts,
+    resolve_block_counts,
+    resolve_max_model_len,
+)
+from engine.errors import ConfigError
+from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
+
+_UNUSED = ("mtp.", "vision.", "aligner.", "image_")  # text generation loads none of them
+_STORED_AS_IS = (".embed.weight", ".embed.scale")  # the n-gram tables: looked up, never multiplied
+_KEPT_IN_FLOAT32 = ("head.weight", ".gate.weight", "_fn")
+_SCALE_DTYPES = {"F8_E8M0"}
+_PACKED_FP4 = "I8"
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_ENTRY_BLOCK, _SCALE_BLOCK = 16, 32  # values that share a scale: of a cached entry, of all else
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on one rank's device. ``num_checkpoint_bytes`` are the text model's on disk.
+
+    ``num_weight_bytes`` are those as loaded, ``num_scratch_bytes`` a step's activations, about.
+    ``num_bytes_per_block`` holds 64 tokens, ``num_state_bytes`` the states of ``max_num_seqs`` rows.
+    """
+
+    dtype: str
+    max_model_len: int
+    num_checkpoint_bytes: int
+    num_weight_bytes: int
+    num_scratch_bytes: int
+    num_state_bytes: int
+    num_bytes_per_block: int
+
+    @property
+    def num_blocks_per_longest(self) -> int:
+        """KV blocks of one sequence of full length: with fewer, an engine does not start."""
+        return -(-self.max_model_len // KV_BLOCK_SIZE)
+
+    @property
+    def num_fixed_bytes(self) -> int:
+        """All but the KV blocks."""
+        return self.num_weight_bytes + self.num_scratch_bytes + self.num_state_bytes
+
+    @property
+    def num_least_bytes(self) -> int:
+        """What has to be there for one sequence of full length."""
+        return self.num_fixed_bytes + self.num_blocks_per_longest * self.num_bytes_per_block
+
+    def num_kv_blocks(self, config: EngineConfig, device_bytes: int) -> int:
+        """How many blocks an engine takes on a device of that size. Raises ``ConfigError`` if too few fit."""
+        facts = MemoryFacts(
+            num_bytes_per_block=self.num_bytes_per_block,
+            num_bytes_per_state=self.num_state_bytes // config.max_num_seqs,
+            cache_bytes=int(config.gpu_memory_utilization * device_bytes) - self.num_fixed_bytes,
+        )
+        return resolve_block_counts(config, facts, max_model_len=self.max_model_len)[0]
+
+
+def estimate_memory(config: EngineConfig) -> MemoryEstimate:
+    """Read the model folder's config and its safetensors headers. Raises ``ConfigError``."""
+    model = load_model_config(config.model)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if model.dtype == "float32" else "bfloat16"
+    headers = read_headers(Path(config.model))
+    block_bytes, state_bytes = _cache_bytes(model, config, _ITEM_BYTES[dtype])
+    return MemoryEstimate(
+        dtype=dtype,
+        max_model_len=resolve_max_model_len(config, model_max_len=model.max_position_embeddings),
+        num_checkpoint_bytes=sum(_num_stored_bytes(tensor) for tensor in headers.values()),
+        num_weight_bytes=sum(
+            _num_loaded_bytes(name, tensor, _ITEM_BYTES[dtype]) for name, tensor in headers.items()
+        ),
+        num_scratch_bytes=config.max_num_batched_tokens * model.hc_mult * model.hidden_size * 4 * 8,
+        num_state_bytes=config.max_num_seqs * state_bytes,
+        num_bytes_per_block=block_bytes,
+    )
+
+
+def read_headers(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Name -> dtype, shape and place of every tensor that text generation loads."""
+    tensors: dict[str, Mapping[str, Any]] = {}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"model folder {folder} has no *.safetensors file")
+    for path in files:
+        try:
+            with open(path, "rb") as file:
+                # The length comes first, and in a damaged file it is anything.
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, path.stat().st_size)))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} is no readable safetensors file: {error}") from error
+        tensors |= {name: tensor for name, tensor in header.items() if not name.startswith(_UNUSED)}
+    tensors.pop("__metadata__", None)
+    return tensors
+
+
+def _num_stored_bytes(tensor: Mapping[str, Any]) -> int:
+    start, end = tensor["data_offsets"]
+    return int(end - start)
+
+
+def _num_loaded_bytes(name: str, tensor: Mapping[str, Any], item_bytes: int) -> int:
+    """As the loader keeps it: products' weights in the engine's dtype, small vectors in float32."""
+    if name.endswith(_STORED_AS_IS):
+        return _num_stored_bytes(tensor)
+    if tensor["dtype"] in _SCALE_DTYPES:
+        return 0
+    num_elements: int = math.prod(tensor["shape"]) * (2 if tensor["dtype"] == _PACKED_FP4 else 1)
+    is_float32 = len(tensor["shape"]) < 2 or name.endswith(_KEPT_IN_FLOAT32)
+    return num_elements * (4 if is_float32 else item_bytes)
+
+
+def _cache_bytes(model: DeepseekV41Config, config: EngineConfig, item_bytes: int) -> tuple[int, int]:
+    """(bytes of a KV block, of a sequence's state); the widths of the model page's section 14."""
+    head, index = model.head_dim, model.index_head_dim
+    if config.cache_quantisation == "release":
+        entry = head // 2 + head // _ENTRY_BLOCK + index // 2 + index // _SCALE_BLOCK
+        window = head + head // _SCALE_BLOCK
+    else:
+        entry, window = (head + index) * item_bytes, head * item_bytes
+    num_entries = sum(KV_BLOCK_SIZE // model.compress_ratios[s] for s in model.kv_source_layer_ids)
+    num_open = sum(model.compress_ratios[s] - 1 for s in model.kv_source_layer_ids)
+    state = model.num_hidden_layers * model.sliding_window * window + num_open * 2 * head * 4
+    return num_entries * entry, state

@@ -1,0 +1,99 @@
+"""`batch-generate plan`: what it counts, and exit code 2 for a job that cannot succeed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import cli
+from jobs.config import load_job
+from jobs.plan_report import JobForecast, forecast_job
+from tests.conftest import ROOT
+
+MODEL = str(ROOT / "examples" / "bard" / "model")
+
+
+def write(tmp_path: Path, prompts: list[list[int] | None], **columns: Any) -> None:
+    table = {"prompt_token_ids": pa.array(prompts, pa.list_(pa.int32())), **columns}
+    pq.write_table(pa.table(table), tmp_path / "in.parquet")
+
+
+def forecast(tmp_path: Path, *overrides: str, max_num_rows: int | None = None, **options: Any) -> JobForecast:
+    flags = {"model.path": MODEL, "input.path": f"{tmp_path}/in.parquet", "output.path": f"{tmp_path}/out"}
+    return forecast_job(load_job(None, overrides, flags), max_num_rows=max_num_rows, seed=1, **options)
+
+
+def test_every_row_is_counted(tmp_path: Path) -> None:
+    shared = list(range(10, 110))
+    prompts = [[*shared, 1], [*shared, 2], None, [5] * 200, [6]]
+    write(tmp_path, prompts, max_tokens=[7, 7, 7, 7, None])
+    found = forecast(
+        tmp_path, "engine.max_model_len=150", "sampling.max_tokens=20", "output.max_error_rate=0.5"
+    )
+    facts = found.facts
+    assert found.is_exact
+    assert (facts.num_prompt_tokens, facts.most_output_tokens) == (101 + 101 + 1, 7 + 7 + 20)
+    assert facts.most_prompt_tokens == 101
+    assert facts.num_shared_tokens == 100
+    assert facts.refused == {"null_prompt": 1, "prompt_too_long": 1}
+    assert [row_id for row_id, _ in facts.refused_rows] == ["in.parquet#2", "in.parquet#3"]
+    assert found.obstacles == ()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sample_is_scaled_and_says_so(tmp_path: Path) -> None:
+    write(tmp_path, [[1, 2, 3]] * 1000)
+    found = forecast(
+        tmp_path, "sampling.max_tokens=9", "cluster.num_ranks=2", max_num_rows=100, tokens_per_s=6
+    )
+    assert not found.is_exact
+    assert 100 <= found.facts.num_rows < 1000
+    assert found.most_seconds == pytest.approx(1000 * 12 / (6 * 2))
+
+
+def test_a_pool_too_small_for_a_row_and_a_device_too_small_for_the_model(tmp_path: Path) -> None:
+    write(tmp_path, [[1] * 200, [1]])
+    found = forecast(tmp_path, "engine.num_kv_blocks=2", "sampling.max_tokens=9")
+    assert found.facts.refused == {"kv_too_small": 1}
+    assert "1 of 2 rows would be refused" in found.obstacles[0]
+    options = {"max_num_rows": None, "device_bytes": 1 << 20}
+    assert "device memory" in forecast(tmp_path, **options).obstacles[0]
+    ample = forecast(tmp_path, max_num_rows=None, device_bytes=1 << 34)
+    assert ample.obstacles == ()
+    assert ample.num_kv_blocks is not None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "text"),
+    [
+        ([], 0, "the job can run"),
+        (["--set", "output.max_error_rate=0.1"], 2, "the job cannot succeed: 1 of 2 rows"),
+        (["--set", "output.max_errors=0"], 2, "the job cannot succeed: 1 of 2 rows"),
+    ],
+)
+def test_the_exit_code_says_whether_the_job_can_succeed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], code: int, text: str
+) -> None:
+    write(tmp_path, [[1], None])
+    flags = ["--model", MODEL, "--input", f"{tmp_path}/in.parquet", "--output", f"{tmp_path}/out"]
+    rate = ["--set", "output.max_error_rate=1.0"]
+    assert cli.batch_generate(["plan", *flags, *rate, *overrides, "--tokens-per-s", "10"]) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("tokens (exact, every row): 1 in")
+    assert lines[-1].startswith(text)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_disagree_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"prompt": ["a"], "x": [1]}), tmp_path / "in" / "a.parquet")
+    pq.write_table(pa.table({"prompt": ["a"], "x": ["one"]}), tmp_path / "in" / "b.parquet")
+    flags = ["--model", MODEL, "--input", f"{tmp_path}/in", "--output", f"{tmp_path}/out"]
+    assert cli.batch_generate(["plan", *flags]) == 2
+    error = capsys.readouterr().err
+    assert "'x'" in error
+    assert "b.parquet" in error
