@@ -30,38 +30,73 @@ def _load_streams(x_ptr, row, column, is_in, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, k: tl.constexpr):
-    """Stream k after the sublayer: ``post[k] y + sum_j comb[j, k] x[j]``, one rounded step at a time."""
-    post = tl.load(post_ptr + row * 4 + k, mask=is_row, other=0.0)[:, None]
-    c0 = tl.load(comb_ptr + row * 16 + k, mask=is_row, other=0.0)[:, None]
-    c1 = tl.load(comb_ptr + row * 16 + 4 + k, mask=is_row, other=0.0)[:, None]
-    c2 = tl.load(comb_ptr + row * 16 + 8 + k, mask=is_row, other=0.0)[:, None]
-    c3 = tl.load(comb_ptr + row * 16 + 12 + k, mask=is_row, other=0.0)[:, None]
-    mixed = tl.fma(c3, x3, tl.fma(c2, x2, tl.fma(c1, x1, c0 * x0)))
-    return tl.fma(post, y, mixed)
+def _rounded(x, IS_BF16: tl.constexpr):
+    """To the streams' dtype and back to fp32.
+
+    Two at a time: a lone conversion runs at a quarter of the rate. Called impure, because the compiler would
+    otherwise compute everything again in the layout that the product wants.
+    """
+    if IS_BF16:
+        narrow = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
+        )
+        return narrow, narrow.to(tl.float32)
+    else:
+        return x, x
 
 
 @triton.jit
-def _multiply(z, x, fn_ptr, column, k: tl.constexpr, WIDTH: tl.constexpr, IS_BF16: tl.constexpr):
-    """Add a stream's product with its slice of the mixing weights: x [rows, block] -> z [rows, 32].
+def _load_column(ptr, row, is_row, stride: tl.constexpr):
+    """One coefficient a row, [rows, 1]."""
+    return tl.load(ptr + row * stride, mask=is_row, other=0.0)[:, None]
+
+
+@triton.jit
+def _load_expansion(post_ptr, comb_ptr, row, is_row, k: tl.constexpr):
+    """What makes stream k: its share of the sublayer's output, and of each old stream."""
+    post = _load_column(post_ptr + k, row, is_row, 4)
+    c0 = _load_column(comb_ptr + k, row, is_row, 16)
+    c1 = _load_column(comb_ptr + 4 + k, row, is_row, 16)
+    c2 = _load_column(comb_ptr + 8 + k, row, is_row, 16)
+    return post, c0, c1, c2, _load_column(comb_ptr + 12 + k, row, is_row, 16)
+
+
+@triton.jit
+def _expanded(y, x0, x1, x2, x3, expansion):
+    """One stream after the sublayer: ``post y + sum_j comb[j] x[j]``, one rounding a step."""
+    post, c0, c1, c2, c3 = expansion
+    return tl.fma(post, y, tl.fma(c3, x3, tl.fma(c2, x2, tl.fma(c1, x1, c0 * x0))))
+
+
+@triton.jit
+def _top_bits(x):
+    """The 8 leading bits of an fp32 number, in bfloat16 and in fp32; what is cut off stays exact."""
+    bits = x.to(tl.int32, bitcast=True)
+    narrow = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return narrow, (bits & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _multiply(z, narrow, fn_ptr, column, k: tl.constexpr, WIDTH: tl.constexpr, IS_BF16: tl.constexpr):
+    """Add a stream's product with its slice of the mixing weights: [rows, block] -> z [rows, 32].
 
     A bfloat16 stream is exact; the fp32 weight is cut into three bfloat16 pieces, which hold its 24 bits, so
     the tensor cores' products are those of fp32.
     """
     output = tl.arange(0, PARTIAL_WIDTH)
-    is_weight = (output < SQUARES)[None, :] & (column < WIDTH)[:, None]
-    weight_ptrs = fn_ptr + output[None, :].to(tl.int64) * (4 * WIDTH) + k * WIDTH + column[:, None]
+    is_weight = (output < SQUARES)[:, None] & (column < WIDTH)[None, :]
+    weight_ptrs = fn_ptr + output[:, None] * (4 * WIDTH) + k * WIDTH + column[None, :]
     weight = tl.load(weight_ptrs, mask=is_weight, other=0.0)
     if IS_BF16:
-        high = weight.to(tl.bfloat16)
-        rest = weight - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        narrow = x.to(tl.bfloat16)
-        z = tl.dot(narrow, low, acc=z)
-        z = tl.dot(narrow, middle, acc=z)
-        return tl.dot(narrow, high, acc=z)
-    return tl.dot(x, weight, acc=z, input_precision="ieee")
+        high, cut = _top_bits(weight)
+        rest = weight - cut
+        middle, cut = _top_bits(rest)
+        low, _ = _top_bits(rest - cut)
+        z = tl.dot(narrow, tl.trans(low), acc=z)
+        z = tl.dot(narrow, tl.trans(middle), acc=z)
+        return tl.dot(narrow, tl.trans(high), acc=z)
+    else:
+        return tl.dot(narrow, tl.trans(weight), acc=z, input_precision="ieee")
 
 
 @triton.jit
@@ -75,42 +110,50 @@ def stream_pass_kernel(
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
-    dtype = tl.bfloat16 if IS_BF16 else tl.float32
     z = tl.zeros([ROWS, PARTIAL_WIDTH], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
     collapsed_squares = tl.zeros([ROWS], tl.float32)
-    for start in tl.range(part * PART, part * PART + PART, BLOCK):
+    if HAS_EXPAND:
+        expansion0 = _load_expansion(post_ptr, comb_ptr, row, is_row, 0)
+        expansion1 = _load_expansion(post_ptr, comb_ptr, row, is_row, 1)
+        expansion2 = _load_expansion(post_ptr, comb_ptr, row, is_row, 2)
+        expansion3 = _load_expansion(post_ptr, comb_ptr, row, is_row, 3)
+    if HAS_COLLAPSE:
+        p0 = _load_column(pre_ptr, row, is_row, 4)
+        p1 = _load_column(pre_ptr + 1, row, is_row, 4)
+        p2 = _load_column(pre_ptr + 2, row, is_row, 4)
+        p3 = _load_column(pre_ptr + 3, row, is_row, 4)
+    for start in tl.range(part * PART, part * PART + PART, BLOCK, loop_unroll_factor=1):
         column = start + tl.arange(0, BLOCK)
         is_in = is_row[:, None] & (column < WIDTH)[None, :]
-        x0, x1, x2, x3 = _load_streams(x_ptr, row, column, is_in, WIDTH)
+        ptrs = row[:, None] * (4 * WIDTH) + column[None, :]
+        n0 = tl.load(x_ptr + ptrs, mask=is_in, other=0.0)
+        n1 = tl.load(x_ptr + ptrs + WIDTH, mask=is_in, other=0.0)
+        n2 = tl.load(x_ptr + ptrs + 2 * WIDTH, mask=is_in, other=0.0)
+        n3 = tl.load(x_ptr + ptrs + 3 * WIDTH, mask=is_in, other=0.0)
+        x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
         if HAS_EXPAND:
-            y = tl.load(y_ptr + row[:, None] * stride_y_row + column[None, :], mask=is_in, other=0.0).to(
-                tl.float32
-            )
-            n0 = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, 0).to(dtype)
-            n1 = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, 1).to(dtype)
-            n2 = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, 2).to(dtype)
-            n3 = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, 3).to(dtype)
-            out_ptrs = out_ptr + row[:, None] * (4 * WIDTH) + column[None, :]
-            tl.store(out_ptrs, n0, mask=is_in)
-            tl.store(out_ptrs + WIDTH, n1, mask=is_in)
-            tl.store(out_ptrs + 2 * WIDTH, n2, mask=is_in)
-            tl.store(out_ptrs + 3 * WIDTH, n3, mask=is_in)
-            x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+            y_ptrs = y_ptr + row[:, None] * stride_y_row + column[None, :]
+            y = tl.load(y_ptrs, mask=is_in, other=0.0).to(tl.float32)
+            n0, new0 = _rounded(_expanded(y, x0, x1, x2, x3, expansion0), IS_BF16)
+            n1, new1 = _rounded(_expanded(y, x0, x1, x2, x3, expansion1), IS_BF16)
+            n2, new2 = _rounded(_expanded(y, x0, x1, x2, x3, expansion2), IS_BF16)
+            n3, new3 = _rounded(_expanded(y, x0, x1, x2, x3, expansion3), IS_BF16)
+            tl.store(out_ptr + ptrs, n0, mask=is_in)
+            tl.store(out_ptr + ptrs + WIDTH, n1, mask=is_in)
+            tl.store(out_ptr + ptrs + 2 * WIDTH, n2, mask=is_in)
+            tl.store(out_ptr + ptrs + 3 * WIDTH, n3, mask=is_in)
+            x0, x1, x2, x3 = new0, new1, new2, new3
         if HAS_COLLAPSE:
-            p0 = tl.load(pre_ptr + row * 4, mask=is_row, other=0.0)[:, None]
-            p1 = tl.load(pre_ptr + row * 4 + 1, mask=is_row, other=0.0)[:, None]
-            p2 = tl.load(pre_ptr + row * 4 + 2, mask=is_row, other=0.0)[:, None]
-            p3 = tl.load(pre_ptr + row * 4 + 3, mask=is_row, other=0.0)[:, None]
-            collapsed = tl.fma(p3, x3, tl.fma(p2, x2, tl.fma(p1, x1, p0 * x0))).to(dtype)
+            total = tl.fma(p3, x3, tl.fma(p2, x2, tl.fma(p1, x1, p0 * x0)))
+            collapsed, wide = _rounded(total, IS_BF16)
             tl.store(collapsed_ptr + row[:, None] * WIDTH + column[None, :], collapsed, mask=is_in)
-            wide = collapsed.to(tl.float32)
             collapsed_squares += tl.sum(wide * wide, 1)
         squares += tl.sum(tl.fma(x3, x3, tl.fma(x2, x2, tl.fma(x1, x1, x0 * x0))), 1)
-        z = _multiply(z, x0, fn_ptr, column, 0, WIDTH, IS_BF16)
-        z = _multiply(z, x1, fn_ptr, column, 1, WIDTH, IS_BF16)
-        z = _multiply(z, x2, fn_ptr, column, 2, WIDTH, IS_BF16)
-        z = _multiply(z, x3, fn_ptr, column, 3, WIDTH, IS_BF16)
+        z = _multiply(z, n0, fn_ptr, column, 0, WIDTH, IS_BF16)
+        z = _multiply(z, n1, fn_ptr, column, 1, WIDTH, IS_BF16)
+        z = _multiply(z, n2, fn_ptr, column, 2, WIDTH, IS_BF16)
+        z = _multiply(z, n3, fn_ptr, column, 3, WIDTH, IS_BF16)
     output = tl.arange(0, PARTIAL_WIDTH)[None, :]
     z = tl.where(output == SQUARES, squares[:, None], z)
     z = tl.where(output == COLLAPSED_SQUARES, collapsed_squares[:, None], z)
@@ -128,6 +171,7 @@ def finish_mix_kernel(
     """Add the parts in order, then sigmoids and Sinkhorn; and the norm of the collapsed rows, in place."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
+    stride_part = tl.cast(num_rows, tl.int64) * PARTIAL_WIDTH
     k = tl.arange(0, 4)
     vector = row[:, None] * PARTIAL_WIDTH + k[None, :]
     matrix = row[:, None, None] * PARTIAL_WIDTH + 8 + 4 * k[None, :, None] + k[None, None, :]
@@ -138,7 +182,7 @@ def finish_mix_kernel(
     comb = tl.zeros([ROWS, 4, 4], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
     for part in tl.static_range(NUM_PARTS):
-        ptr = partial_ptr + part * num_rows.to(tl.int64) * PARTIAL_WIDTH
+        ptr = partial_ptr + part * stride_part
         pre += tl.load(ptr + vector, mask=is_vector, other=0.0)
         post += tl.load(ptr + vector + 4, mask=is_vector, other=0.0)
         comb += tl.load(ptr + matrix, mask=is_matrix, other=0.0)
@@ -169,8 +213,8 @@ def finish_mix_kernel(
             if one < num_rows:
                 total = 0.0
                 for part in tl.static_range(NUM_PARTS):
-                    offset = part * num_rows.to(tl.int64) + one
-                    total += tl.load(partial_ptr + offset * PARTIAL_WIDTH + COLLAPSED_SQUARES)
+                    ptr = partial_ptr + part * stride_part + one * PARTIAL_WIDTH
+                    total += tl.load(ptr + COLLAPSED_SQUARES)
                 x_ptrs = collapsed_ptr + one * WIDTH + column
                 x = tl.load(x_ptrs, mask=is_in, other=0.0)
                 normed = x.to(tl.float32) * tl.rsqrt(total / WIDTH + norm_eps) * weight
@@ -191,7 +235,7 @@ def expand_streams_kernel(
     y = tl.load(y_ptr + row[:, None] * stride_y_row + column[None, :], mask=is_in, other=0.0).to(tl.float32)
     out_ptrs = out_ptr + row[:, None] * (4 * WIDTH) + column[None, :]
     for k in tl.static_range(4):
-        mixed = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, k)
+        mixed = _expanded(y, x0, x1, x2, x3, _load_expansion(post_ptr, comb_ptr, row, is_row, k))
         tl.store(out_ptrs + k * WIDTH, mixed.to(out_ptr.dtype.element_ty), mask=is_in)
 
 

@@ -43,8 +43,8 @@ class SiteInput(NamedTuple):
 
 
 def choose_config(width: int) -> StreamConfig:
-    """64 rows a tile whatever their number, and parts of 256 columns (four blocks)."""
-    block = min(64, max(16, triton.next_power_of_2(width)))
+    """64 rows a tile whatever their number, and parts of 256 columns."""
+    block = min(32, max(16, triton.next_power_of_2(width)))
     return StreamConfig(64, block, min(256, triton.cdiv(width, block) * block), 8)
 
 
@@ -298,7 +298,7 @@ def _run_pass(
         num_rows, 0 if y is None else y.stride(0),
         WIDTH=width, PART=config.part, ROWS=config.rows, BLOCK=config.block,
         HAS_EXPAND=y is not None, HAS_COLLAPSE=pre is not None, IS_BF16=streams.dtype == torch.bfloat16,
-        num_warps=config.num_warps,
+        num_warps=config.num_warps, num_stages=1,
     )  # fmt: skip
     finish_mix_kernel[(triton.cdiv(num_rows, FINISH_ROWS),)](
         partial, base, scale, base if norm_weight is None else norm_weight, mix.pre, mix.post, mix.comb, x,
