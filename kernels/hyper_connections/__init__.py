@@ -5,6 +5,7 @@ from kernels.hyper_connections.op import (
     expand_streams,
     mix_streams,
     read_streams,
+    split_mix_weight,
     update_streams,
 )
 from kernels.hyper_connections.reference import (
@@ -28,6 +29,7 @@ __all__ = [
     "mix_streams",
     "mix_streams_reference",
     "read_streams",
+    "split_mix_weight",
     "update_streams",
     "update_streams_reference",
 ]

@@ -1,11 +1,11 @@
 """Device code of the hyper-connections, for four streams.
 
-A tile of rows passes over its streams once: expand them, collapse them for the next sublayer, and multiply
-them with the mixing weights. Columns are split into parts of fixed width whose sums a second kernel adds
-in order, so a row's bits depend on the weight's shape alone.
+One pass over the streams expands them and collapses them for the next sublayer; a thin matrix product makes
+the mixing weights' logits; a last kernel does the rest for a row. Sums over the width are cut into parts of
+fixed size that the last kernel adds in order, so a row's bits depend on the weight's shape alone.
 
-Shapes: X streams [rows, 4, width]; partial sums [num_parts, rows, 32]: 24 products, then the squares' sums
-of the streams and of the collapsed row.
+Shapes: streams [rows, 4, width]; partial products [num_parts, rows, 32], of which 24 are used; partial sums
+of squares [num_squares, rows, 2], of the streams and of the collapsed row.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SQUARES = tl.constexpr(24)
-COLLAPSED_SQUARES = tl.constexpr(25)
+NUM_OUTPUTS = tl.constexpr(24)
 PARTIAL_WIDTH = tl.constexpr(32)
 
 
@@ -69,104 +68,96 @@ def _expanded(y, x0, x1, x2, x3, expansion):
 
 
 @triton.jit
-def _top_bits(x):
-    """The 8 leading bits of an fp32 number, in bfloat16 and in fp32; what is cut off stays exact."""
-    bits = x.to(tl.int32, bitcast=True)
-    narrow = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return narrow, (bits & -65536).to(tl.float32, bitcast=True)
+def mix_product_kernel(
+    x_ptr, fn_ptr, partial_ptr, num_rows,
+    DEPTH: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_BF16: tl.constexpr,
+):  # fmt: skip
+    """Products of flat streams [rows, DEPTH] with the mixing weights, one tile of rows and one part of the depth.
 
-
-@triton.jit
-def _multiply(z, narrow, fn_ptr, column, k: tl.constexpr, WIDTH: tl.constexpr, IS_BF16: tl.constexpr):
-    """Add a stream's product with its slice of the mixing weights: [rows, block] -> z [rows, 32].
-
-    A bfloat16 stream is exact; the fp32 weight is cut into three bfloat16 pieces, which hold its 24 bits, so
-    the tensor cores' products are those of fp32.
+    A bfloat16 stream is exact; the fp32 weight comes as three bfloat16 pieces [3, 24, DEPTH], which hold its 24
+    bits, so the tensor cores' products are those of fp32. The smallest piece is added first.
     """
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row = (row < num_rows)[:, None]
     output = tl.arange(0, PARTIAL_WIDTH)
-    is_weight = (output < SQUARES)[:, None] & (column < WIDTH)[None, :]
-    weight_ptrs = fn_ptr + output[:, None] * (4 * WIDTH) + k * WIDTH + column[None, :]
-    weight = tl.load(weight_ptrs, mask=is_weight, other=0.0)
-    if IS_BF16:
-        high, cut = _top_bits(weight)
-        rest = weight - cut
-        middle, cut = _top_bits(rest)
-        low, _ = _top_bits(rest - cut)
-        z = tl.dot(narrow, tl.trans(low), acc=z)
-        z = tl.dot(narrow, tl.trans(middle), acc=z)
-        return tl.dot(narrow, tl.trans(high), acc=z)
-    else:
-        return tl.dot(narrow, tl.trans(weight), acc=z, input_precision="ieee")
+    is_output = (output < NUM_OUTPUTS)[:, None]
+    x_ptrs = x_ptr + row[:, None] * DEPTH
+    fn_ptrs = fn_ptr + output[:, None] * DEPTH
+    z = tl.zeros([ROWS, PARTIAL_WIDTH], tl.float32)
+    for start in tl.range(part * PART, part * PART + PART, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(x_ptrs + column, mask=is_row & (column < DEPTH), other=0.0)
+        is_weight = is_output & (column < DEPTH)
+        if IS_BF16:
+            low = tl.load(fn_ptrs + 2 * NUM_OUTPUTS * DEPTH + column, mask=is_weight, other=0.0)
+            middle = tl.load(fn_ptrs + NUM_OUTPUTS * DEPTH + column, mask=is_weight, other=0.0)
+            high = tl.load(fn_ptrs + column, mask=is_weight, other=0.0)
+            z = tl.dot(x, tl.trans(low), acc=z)
+            z = tl.dot(x, tl.trans(middle), acc=z)
+            z = tl.dot(x, tl.trans(high), acc=z)
+        else:
+            weight = tl.load(fn_ptrs + column, mask=is_weight, other=0.0)
+            z = tl.dot(x, tl.trans(weight), acc=z, input_precision="ieee")
+    partial_ptrs = partial_ptr + (part.to(tl.int64) * num_rows + row[:, None]) * PARTIAL_WIDTH
+    tl.store(partial_ptrs + output[None, :], z, mask=is_row & (output < NUM_OUTPUTS)[None, :])
 
 
 @triton.jit
 def stream_pass_kernel(
-    y_ptr, x_ptr, post_ptr, comb_ptr, pre_ptr, fn_ptr, out_ptr, collapsed_ptr, partial_ptr,
+    y_ptr, x_ptr, post_ptr, comb_ptr, pre_ptr, out_ptr, collapsed_ptr, squares_ptr,
     num_rows, stride_y_row,
-    WIDTH: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_EXPAND: tl.constexpr, HAS_COLLAPSE: tl.constexpr, IS_BF16: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows and one part of the columns."""
+    """One tile of rows and columns: expand, collapse, and the squares' sums [num_parts, num_rows, 2]."""
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
-    z = tl.zeros([ROWS, PARTIAL_WIDTH], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
-    collapsed_squares = tl.zeros([ROWS], tl.float32)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    is_in = is_row[:, None] & (column < WIDTH)[None, :]
+    ptrs = row[:, None] * (4 * WIDTH) + column[None, :]
+    x0, x1, x2, x3 = _load_streams(x_ptr, row, column, is_in, WIDTH)
     if HAS_EXPAND:
-        expansion0 = _load_expansion(post_ptr, comb_ptr, row, is_row, 0)
-        expansion1 = _load_expansion(post_ptr, comb_ptr, row, is_row, 1)
-        expansion2 = _load_expansion(post_ptr, comb_ptr, row, is_row, 2)
-        expansion3 = _load_expansion(post_ptr, comb_ptr, row, is_row, 3)
+        y_ptrs = y_ptr + row[:, None] * stride_y_row + column[None, :]
+        y = tl.load(y_ptrs, mask=is_in, other=0.0).to(tl.float32)
+        n0, new0 = _rounded(
+            _expanded(y, x0, x1, x2, x3, _load_expansion(post_ptr, comb_ptr, row, is_row, 0)), IS_BF16
+        )
+        n1, new1 = _rounded(
+            _expanded(y, x0, x1, x2, x3, _load_expansion(post_ptr, comb_ptr, row, is_row, 1)), IS_BF16
+        )
+        n2, new2 = _rounded(
+            _expanded(y, x0, x1, x2, x3, _load_expansion(post_ptr, comb_ptr, row, is_row, 2)), IS_BF16
+        )
+        n3, new3 = _rounded(
+            _expanded(y, x0, x1, x2, x3, _load_expansion(post_ptr, comb_ptr, row, is_row, 3)), IS_BF16
+        )
+        tl.store(out_ptr + ptrs, n0, mask=is_in)
+        tl.store(out_ptr + ptrs + WIDTH, n1, mask=is_in)
+        tl.store(out_ptr + ptrs + 2 * WIDTH, n2, mask=is_in)
+        tl.store(out_ptr + ptrs + 3 * WIDTH, n3, mask=is_in)
+        x0, x1, x2, x3 = new0, new1, new2, new3
+    squares = tl.sum(tl.fma(x3, x3, tl.fma(x2, x2, tl.fma(x1, x1, x0 * x0))), 1)
+    squares_ptrs = squares_ptr + (part.to(tl.int64) * num_rows + row) * 2
+    tl.store(squares_ptrs, squares, mask=is_row)
     if HAS_COLLAPSE:
         p0 = _load_column(pre_ptr, row, is_row, 4)
         p1 = _load_column(pre_ptr + 1, row, is_row, 4)
         p2 = _load_column(pre_ptr + 2, row, is_row, 4)
         p3 = _load_column(pre_ptr + 3, row, is_row, 4)
-    for start in tl.range(part * PART, part * PART + PART, BLOCK, loop_unroll_factor=1):
-        column = start + tl.arange(0, BLOCK)
-        is_in = is_row[:, None] & (column < WIDTH)[None, :]
-        ptrs = row[:, None] * (4 * WIDTH) + column[None, :]
-        n0 = tl.load(x_ptr + ptrs, mask=is_in, other=0.0)
-        n1 = tl.load(x_ptr + ptrs + WIDTH, mask=is_in, other=0.0)
-        n2 = tl.load(x_ptr + ptrs + 2 * WIDTH, mask=is_in, other=0.0)
-        n3 = tl.load(x_ptr + ptrs + 3 * WIDTH, mask=is_in, other=0.0)
-        x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
-        if HAS_EXPAND:
-            y_ptrs = y_ptr + row[:, None] * stride_y_row + column[None, :]
-            y = tl.load(y_ptrs, mask=is_in, other=0.0).to(tl.float32)
-            n0, new0 = _rounded(_expanded(y, x0, x1, x2, x3, expansion0), IS_BF16)
-            n1, new1 = _rounded(_expanded(y, x0, x1, x2, x3, expansion1), IS_BF16)
-            n2, new2 = _rounded(_expanded(y, x0, x1, x2, x3, expansion2), IS_BF16)
-            n3, new3 = _rounded(_expanded(y, x0, x1, x2, x3, expansion3), IS_BF16)
-            tl.store(out_ptr + ptrs, n0, mask=is_in)
-            tl.store(out_ptr + ptrs + WIDTH, n1, mask=is_in)
-            tl.store(out_ptr + ptrs + 2 * WIDTH, n2, mask=is_in)
-            tl.store(out_ptr + ptrs + 3 * WIDTH, n3, mask=is_in)
-            x0, x1, x2, x3 = new0, new1, new2, new3
-        if HAS_COLLAPSE:
-            total = tl.fma(p3, x3, tl.fma(p2, x2, tl.fma(p1, x1, p0 * x0)))
-            collapsed, wide = _rounded(total, IS_BF16)
-            tl.store(collapsed_ptr + row[:, None] * WIDTH + column[None, :], collapsed, mask=is_in)
-            collapsed_squares += tl.sum(wide * wide, 1)
-        squares += tl.sum(tl.fma(x3, x3, tl.fma(x2, x2, tl.fma(x1, x1, x0 * x0))), 1)
-        z = _multiply(z, n0, fn_ptr, column, 0, WIDTH, IS_BF16)
-        z = _multiply(z, n1, fn_ptr, column, 1, WIDTH, IS_BF16)
-        z = _multiply(z, n2, fn_ptr, column, 2, WIDTH, IS_BF16)
-        z = _multiply(z, n3, fn_ptr, column, 3, WIDTH, IS_BF16)
-    output = tl.arange(0, PARTIAL_WIDTH)[None, :]
-    z = tl.where(output == SQUARES, squares[:, None], z)
-    z = tl.where(output == COLLAPSED_SQUARES, collapsed_squares[:, None], z)
-    partial_ptrs = partial_ptr + (part.to(tl.int64) * num_rows + row[:, None]) * PARTIAL_WIDTH + output
-    tl.store(partial_ptrs, z, mask=is_row[:, None])
+        total = tl.fma(p3, x3, tl.fma(p2, x2, tl.fma(p1, x1, p0 * x0)))
+        collapsed, wide = _rounded(total, IS_BF16)
+        tl.store(collapsed_ptr + row[:, None] * WIDTH + column[None, :], collapsed, mask=is_in)
+        tl.store(squares_ptrs + 1, tl.sum(wide * wide, 1), mask=is_row)
 
 
 @triton.jit
 def finish_mix_kernel(
-    partial_ptr, base_ptr, scale_ptr, norm_weight_ptr, pre_ptr, post_ptr, comb_ptr, collapsed_ptr,
+    partial_ptr, squares_ptr, base_ptr, scale_ptr, norm_weight_ptr, pre_ptr, post_ptr, comb_ptr, collapsed_ptr,
     num_rows, eps, norm_eps,
-    WIDTH: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_ITERATIONS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_COLLAPSE: tl.constexpr,
+    WIDTH: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SQUARES: tl.constexpr, NUM_ITERATIONS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_COLLAPSE: tl.constexpr,
 ):  # fmt: skip
     """Add the parts in order, then sigmoids and Sinkhorn; and the norm of the collapsed rows, in place."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -186,7 +177,10 @@ def finish_mix_kernel(
         pre += tl.load(ptr + vector, mask=is_vector, other=0.0)
         post += tl.load(ptr + vector + 4, mask=is_vector, other=0.0)
         comb += tl.load(ptr + matrix, mask=is_matrix, other=0.0)
-        squares += tl.load(ptr + row * PARTIAL_WIDTH + SQUARES, mask=is_row, other=1.0)
+    for part in tl.static_range(NUM_SQUARES):
+        squares += tl.load(
+            squares_ptr + (part * tl.cast(num_rows, tl.int64) + row) * 2, mask=is_row, other=1.0
+        )
     inverse_rms = tl.rsqrt(squares / (4 * WIDTH) + norm_eps)
     pre = tl.sigmoid(pre * inverse_rms[:, None] * tl.load(scale_ptr) + tl.load(base_ptr + k)[None, :]) + eps
     post = 2 * tl.sigmoid(
@@ -212,9 +206,8 @@ def finish_mix_kernel(
             one = tl.program_id(0).to(tl.int64) * ROWS + n
             if one < num_rows:
                 total = 0.0
-                for part in tl.static_range(NUM_PARTS):
-                    ptr = partial_ptr + part * stride_part + one * PARTIAL_WIDTH
-                    total += tl.load(ptr + COLLAPSED_SQUARES)
+                for part in tl.static_range(NUM_SQUARES):
+                    total += tl.load(squares_ptr + (part * tl.cast(num_rows, tl.int64) + one) * 2 + 1)
                 x_ptrs = collapsed_ptr + one * WIDTH + column
                 x = tl.load(x_ptrs, mask=is_in, other=0.0)
                 normed = x.to(tl.float32) * tl.rsqrt(total / WIDTH + norm_eps) * weight

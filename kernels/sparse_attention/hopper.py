@@ -187,15 +187,27 @@ def _stage_as_pairs(keys_smem, stage):
 
 
 @gluon.jit
-def _store_query(q_ptr, q_smem):
-    """The query's even and odd channels, eight heads at a time."""
+def _load_query(q_ptr, first):
+    """Words of eight heads."""
     words: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    head = gl.arange(0, 8, gl.SliceLayout(1, words))
+    head = first + gl.arange(0, 8, gl.SliceLayout(1, words))
     pair = gl.arange(0, HALF, gl.SliceLayout(0, words))
+    return gl.load(q_ptr + head[:, None] * HALF + pair[None, :])
+
+
+@gluon.jit
+def _store_query(q_ptr, q_smem):
+    """The query's even and odd channels, eight heads at a time, the next sixteen under way."""
+    both = _load_query(q_ptr, 0)
+    next_both = _load_query(q_ptr, 8)
     for first in gl.static_range(0, HEADS, 8):
-        both = gl.load(q_ptr + (first + head)[:, None] * HALF + pair[None, :])
+        if first + 16 < HEADS:
+            later_both = _load_query(q_ptr, first + 16)
         q_smem.index(0).slice(first, 8).store((both & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True))
         q_smem.index(1).slice(first, 8).store((both >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True))
+        both = next_both
+        if first + 16 < HEADS:
+            next_both = later_both
 
 
 @gluon.jit
