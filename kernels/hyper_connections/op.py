@@ -47,9 +47,9 @@ class SiteInput(NamedTuple):
 def choose_config(width: int) -> MixConfig:
     """The product's rows are one tile whatever their number; its depth is cut into ten parts at most."""
     depth = NUM_STREAMS * width
-    block = min(64, triton.next_power_of_2(depth))
+    block = min(128, triton.next_power_of_2(depth))
     part = triton.cdiv(triton.cdiv(depth, 10), block) * block
-    return MixConfig(4, min(1024, triton.next_power_of_2(width)), 128, block, part)
+    return MixConfig(4, min(512, triton.next_power_of_2(width)), 128, block, part)
 
 
 def split_mix_weight(fn: Tensor) -> Tensor:
@@ -316,12 +316,12 @@ def _run_pass(
         new_streams, x, squares,
         num_rows, 0 if y is None else y.stride(0),
         WIDTH=width, ROWS=config.pass_rows, BLOCK=config.pass_block,
-        HAS_EXPAND=y is not None, HAS_COLLAPSE=pre is not None, IS_BF16=is_bf16, num_warps=8,
+        HAS_EXPAND=y is not None, HAS_COLLAPSE=pre is not None, IS_BF16=is_bf16, num_warps=4,
     )  # fmt: skip
     mix_product_kernel[(num_parts, triton.cdiv(num_rows, config.product_rows))](
         new_streams, fn, partial, num_rows,
         DEPTH=depth, PART=config.product_part, ROWS=config.product_rows, BLOCK=config.product_block,
-        IS_BF16=is_bf16, num_warps=8 if is_bf16 else 4, num_stages=4 if is_bf16 else 1,
+        IS_BF16=is_bf16, num_warps=8 if is_bf16 else 4, num_stages=3 if is_bf16 else 1,
     )  # fmt: skip
     finish_mix_kernel[(triton.cdiv(num_rows, FINISH_ROWS),)](
         partial, squares, base, scale, base if norm_weight is None else norm_weight,

@@ -1,6 +1,6 @@
 """Device code of attention at the release's shape on Hopper: 64 heads of 512, packed caches.
 
-One program owns one query. Four producer warps gather packed rows and widen them to bfloat16 tiles of 64
+One program owns one query. Four producer warps gather packed rows and widen them to bfloat16 tiles of 32
 keys in shared memory; eight consumer warps multiply. The products of a tile overlap the softmax of the
 next one. Keys come in the order of ``kernel.py``; its tiles and its results are those of one shape, so
 which kernel runs is a matter of shapes alone.
@@ -24,8 +24,8 @@ IS_TRITON_3_6 = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"
 """Later versions gave the method a public name."""
 HEADS = gl.constexpr(64)
 HALF = gl.constexpr(256)
-KEYS = gl.constexpr(64)
-STAGES = gl.constexpr(2)
+KEYS = gl.constexpr(32)
+STAGES = gl.constexpr(4)
 WINDOW_WIDTH = gl.constexpr(528)
 ENTRY_WIDTH = gl.constexpr(288)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -106,14 +106,14 @@ NARROW_PAIR = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 @gluon.jit
 def _load_slots(slots_ptr, first, num_selected):
-    """Slots of half a tile of entries, held where its words are loaded."""
-    place = first + gl.arange(0, KEYS // 2, gl.SliceLayout(1, ENTRY_WORDS))
+    """Slots of one tile of entries, held where its words are loaded."""
+    place = first + gl.arange(0, KEYS, gl.SliceLayout(1, ENTRY_WORDS))
     return gl.load(slots_ptr + place, mask=place < num_selected, other=-1)
 
 
 @gluon.jit
 def _load_entries(slots, entries_ptr):
-    """Packed words [32, 64] and scales [32, 32] of half a tile of entries; zeros where there is none."""
+    """Packed words [32, 64] and scales [32, 32] of one tile of entries; zeros where there is none."""
     scales: gl.constexpr = gl.SliceLayout(2, ENTRY_GROUPS)
     rows = entries_ptr + gl.maximum(slots, 0).to(gl.int64) * ENTRY_WIDTH
     word = gl.arange(0, 64, gl.SliceLayout(0, ENTRY_WORDS))
@@ -127,26 +127,26 @@ def _load_entries(slots, entries_ptr):
 
 @gluon.jit
 def _widen_entries(packed, scale, even_smem, odd_smem):
-    """Write half a tile of entries as two bfloat16 halves (seen as pairs, 32 bits each)."""
-    packed = gl.convert_layout(packed.reshape([KEYS // 2, 32, 2]), ENTRY_GROUPS, assert_trivial=True)
+    """Write one tile of entries as two bfloat16 halves (seen as pairs, 32 bits each)."""
+    packed = gl.convert_layout(packed.reshape([KEYS, 32, 2]), ENTRY_GROUPS, assert_trivial=True)
     factor = gl.inline_asm_elementwise(WIDEN_E4M3_SCALE, "=r,r", [scale.to(gl.int32)], gl.int32, True, 1)
     factor = gl.expand_dims(factor, 2)
     e0, e1, o0, o1 = gl.inline_asm_elementwise(
         WIDEN_E2M1, "=&r,=&r,=&r,=&r,r,r", [packed, factor], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
-    even_smem.store(gl.join(e0, e1).reshape([KEYS // 2, HALF // 2]))
-    odd_smem.store(gl.join(o0, o1).reshape([KEYS // 2, HALF // 2]))
+    even_smem.store(gl.join(e0, e1).reshape([KEYS, HALF // 2]))
+    odd_smem.store(gl.join(o0, o1).reshape([KEYS, HALF // 2]))
 
 
 @gluon.jit
 def _load_keys(window_rows_ptr, first):
-    """Window rows of a quarter of a tile, held where their words are loaded."""
-    return gl.load(window_rows_ptr + first + gl.arange(0, KEYS // 4, gl.SliceLayout(1, WINDOW_WORDS)))
+    """Window rows of half a tile, held where their words are loaded."""
+    return gl.load(window_rows_ptr + first + gl.arange(0, KEYS // 2, gl.SliceLayout(1, WINDOW_WORDS)))
 
 
 @gluon.jit
 def _load_window(keys, ring_ptr, chunk_ptr, num_ring_rows):
-    """Packed words [16, 128] and scales [16, 16] of a quarter of a tile of window rows; zeros where none."""
+    """Packed words [16, 128] and scales [16, 16] of half a tile of window rows; zeros where none."""
     scales: gl.constexpr = gl.SliceLayout(2, WINDOW_GROUPS)
     in_ring = ring_ptr + gl.maximum(keys, 0).to(gl.int64) * WINDOW_WIDTH
     in_chunk = chunk_ptr + (keys.to(gl.int64) - num_ring_rows) * WINDOW_WIDTH
@@ -162,15 +162,15 @@ def _load_window(keys, ring_ptr, chunk_ptr, num_ring_rows):
 
 @gluon.jit
 def _widen_window(packed, scale, even_smem, odd_smem):
-    """Write a quarter of a tile of window rows as two bfloat16 halves (seen as pairs)."""
-    packed = gl.convert_layout(packed.reshape([KEYS // 4, 16, 8]), WINDOW_GROUPS, assert_trivial=True)
+    """Write half a tile of window rows as two bfloat16 halves (seen as pairs)."""
+    packed = gl.convert_layout(packed.reshape([KEYS // 2, 16, 8]), WINDOW_GROUPS, assert_trivial=True)
     factor = gl.inline_asm_elementwise(WIDEN_E8M0, "=r,r", [scale.to(gl.int32)], gl.int32, True, 1)
     factor = gl.expand_dims(factor, 2)
     even, odd = gl.inline_asm_elementwise(
         WIDEN_E4M3, "=&r,=&r,r,r", [packed, factor], (gl.int32, gl.int32), True, 1
     )
-    even_smem.store(even.reshape([KEYS // 4, HALF // 2]))
-    odd_smem.store(odd.reshape([KEYS // 4, HALF // 2]))
+    even_smem.store(even.reshape([KEYS // 2, HALF // 2]))
+    odd_smem.store(odd.reshape([KEYS // 2, HALF // 2]))
 
 
 @gluon.jit
@@ -231,7 +231,7 @@ def _produce(
         row_slots_ptr = slots_ptr + row.to(gl.int64) * NUM_SELECTED
         row_window_ptr = window_rows_ptr + row.to(gl.int64) * (WINDOW_TILES * KEYS)
         keys = _load_keys(row_window_ptr, 0)
-        next_keys = _load_keys(row_window_ptr, KEYS // 4)
+        next_keys = _load_keys(row_window_ptr, KEYS // 2)
         num_tiles = 0
         if NUM_SELECTED > 0:
             flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -243,26 +243,26 @@ def _produce(
         query_phase ^= 1
         packed, scale = _load_window(keys, ring_ptr, chunk_ptr, num_ring_rows)
         slots = _load_slots(row_slots_ptr, 0, NUM_SELECTED)
-        next_slots = _load_slots(row_slots_ptr, KEYS // 2, NUM_SELECTED)
-        for quarter in gl.static_range(4 * WINDOW_TILES):
+        next_slots = _load_slots(row_slots_ptr, KEYS, NUM_SELECTED)
+        for half in gl.static_range(2 * WINDOW_TILES):
             stage = count % STAGES
             even, odd = _stage_as_pairs(keys_smem, stage)
-            if quarter % 4 == 0:
+            if half % 2 == 0:
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            if quarter + 1 < 4 * WINDOW_TILES:
+            if half + 1 < 2 * WINDOW_TILES:
                 next_packed, next_scale = _load_window(next_keys, ring_ptr, chunk_ptr, num_ring_rows)
-            if quarter + 2 < 4 * WINDOW_TILES:
-                next_keys = _load_keys(row_window_ptr, (quarter + 2) * (KEYS // 4))
+            if half + 2 < 2 * WINDOW_TILES:
+                next_keys = _load_keys(row_window_ptr, (half + 2) * (KEYS // 2))
             _widen_window(
                 packed,
                 scale,
-                even.slice(quarter % 4 * (KEYS // 4), KEYS // 4),
-                odd.slice(quarter % 4 * (KEYS // 4), KEYS // 4),
+                even.slice(half % 2 * (KEYS // 2), KEYS // 2),
+                odd.slice(half % 2 * (KEYS // 2), KEYS // 2),
             )
-            if quarter + 1 < 4 * WINDOW_TILES:
+            if half + 1 < 2 * WINDOW_TILES:
                 packed = next_packed
                 scale = next_scale
-            if quarter % 4 == 3:
+            if half % 2 == 1:
                 fence_async_shared()
                 mbarrier.arrive(full.index(stage), count=1)
                 count += 1
@@ -270,21 +270,14 @@ def _produce(
         for n in range(num_tiles):
             stage = count % STAGES
             even, odd = _stage_as_pairs(keys_smem, stage)
+            ahead_packed, ahead_scale = _load_entries(next_slots, entries_ptr)
+            next_slots = _load_slots(row_slots_ptr, (n + 2) * KEYS, NUM_SELECTED)
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            for half in gl.static_range(2):
-                ahead_packed, ahead_scale = _load_entries(next_slots, entries_ptr)
-                first = n * KEYS + (half + 2) * (KEYS // 2)
-                next_slots = _load_slots(row_slots_ptr, first, NUM_SELECTED)
-                _widen_entries(
-                    entry_packed,
-                    entry_scale,
-                    even.slice(half * (KEYS // 2), KEYS // 2),
-                    odd.slice(half * (KEYS // 2), KEYS // 2),
-                )
-                entry_packed = ahead_packed
-                entry_scale = ahead_scale
+            _widen_entries(entry_packed, entry_scale, even, odd)
             fence_async_shared()
             mbarrier.arrive(full.index(stage), count=1)
+            entry_packed = ahead_packed
+            entry_scale = ahead_scale
             count += 1
 
 
@@ -311,7 +304,7 @@ def _issue_scores(q_smem, keys_smem, full, count, scores_layout: gl.constexpr):
 
 @gluon.jit
 def _thread_sums(weights):
-    """[64, 64] -> [64, 2, 4]: the sums of what one thread holds of each row, without an exchange."""
+    """[64, 32] -> [64, 2, 4]: the sums of what one thread holds of each row, without an exchange."""
     split = weights.reshape([HEADS, 2, KEYS // 16, 4, 2])
     return gl.sum(gl.sum(split, 4), 2)
 
@@ -325,7 +318,7 @@ def _weigh(scores, keys, scale_log2, peak, sums):
     if excess > SLACK:
         new_peak = gl.maximum(peak, gl.max(scores, 1))
         shrink = gl.exp2(peak - new_peak)
-        sums = sums * _thread_sums(gl.zeros_like(scores) + shrink[:, None]) * 0.125
+        sums = sums * _thread_sums(gl.zeros_like(scores) + shrink[:, None]) * (8.0 / KEYS)
         peak = new_peak
     weights = gl.exp2(scores - peak[:, None])
     return weights, peak, sums + _thread_sums(weights), shrink, excess
@@ -339,7 +332,7 @@ def _consume(
     ROPE_HALF: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax, weighted sums; then the division, the inverse rotation and the store."""
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 16, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
     head_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
     key_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
@@ -419,10 +412,11 @@ def hopper_attention_kernel(
 ):  # fmt: skip
     """``q`` and ``out`` as 32-bit words, two channels each; strides in words. Programs take rows in turn."""
     half_tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    weights_tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, HALF], half_tile)
     keys_smem = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, KEYS, HALF], half_tile)
-    weights_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, HEADS, KEYS], half_tile)
+    weights_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, HEADS, KEYS], weights_tile)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -453,5 +447,5 @@ def hopper_attention_kernel(
             ),
         ],
         [4],
-        [96],
+        [120],
     )  # fmt: skip

@@ -22,9 +22,11 @@ from tests.kernels.contract import Inputs, OpCase, Outputs, Tolerance
 
 FP32 = Tolerance(3e-6, 6e-6, "fp32 sums in another order; approximate divisions and exponentials")
 MIX = Tolerance(2e-5, 4e-5, "20480-long fp32 sums in another order, through sigmoids and 20 Sinkhorn rounds")
+UPDATED_MIX = Tolerance(2e-4, 1e-3, "as MIX, of updated streams in which some values are one bfloat16 step off")
 BF16 = Tolerance(4e-4, 8e-3, "as fp32; where that crosses a rounding boundary, one bfloat16 step")
 NORMED = Tolerance(1e-3, 8e-3, "one bfloat16 step in the collapsed row, and one in the normed one")
 OPTIONS = {"num_iterations": 20, "eps": 1e-6, "norm_eps": 1e-20}
+MIX_NAMES = ("mix_pre", "mix_post", "mix_comb")
 WEIGHTS = ("fn", "base", "scale")
 
 
@@ -133,10 +135,7 @@ def stream_cases(
     tolerances = {
         "streams": FP32 if exact else BF16,
         "x": FP32 if exact else NORMED,
-        "mix_pre": MIX,
-        "mix_post": MIX,
-        "mix_comb": MIX,
-    }
+    } | dict.fromkeys(MIX_NAMES, MIX)
     kinds = {
         "mix": (run_mix, reference_mix, ("mix_pre", "mix_post", "mix_comb")),
         "expand": (run_expand, reference_expand, ("streams",)),
@@ -156,7 +155,7 @@ def stream_cases(
             outputs=lambda i, n, names=names: {k: v for k, v in like(n, i["y"].device).items() if k in names},
             run=run,
             reference=reference,
-            tolerances=tolerances,
+            tolerances=tolerances | ({} if kind != "update" else dict.fromkeys(MIX_NAMES, UPDATED_MIX)),
             row_counts=row_counts,
             needs_gpu=needs_gpu,
         )

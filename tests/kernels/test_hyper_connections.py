@@ -46,8 +46,8 @@ def test_the_fused_pass_gives_the_bytes_of_its_parts(width: int, dtype: torch.dt
 
 def test_parts_follow_from_the_width_alone() -> None:
     release = choose_config(5120)
-    assert (release.product_rows, release.product_part, release.pass_block) == (128, 2048, 1024)
-    assert choose_config(96).product_part == 64
+    assert (release.product_rows, release.product_part, release.pass_block) == (128, 2048, 512)
+    assert choose_config(96).product_part == 128
 
 
 def test_pieces_add_up_to_the_weight() -> None:
