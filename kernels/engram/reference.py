@@ -52,7 +52,9 @@ def engram_gate_reference(
     return (wide + gate * value.float()[:, None]).to(streams.dtype)
 
 
-def engram_gather_reference(table: Tensor, scale: Tensor | None, rows: Tensor, *, dtype: torch.dtype) -> Tensor:
+def engram_gather_reference(
+    table: Tensor, scale: Tensor | None, rows: Tensor, *, dtype: torch.dtype
+) -> Tensor:
     """Look table rows up and widen them; the op's signature and returns."""
     looked_up = table[rows.long()].float()
     if scale is not None:

@@ -72,10 +72,10 @@ def mix_product_kernel(
     x_ptr, fn_ptr, partial_ptr, num_rows,
     DEPTH: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_BF16: tl.constexpr,
 ):  # fmt: skip
-    """Products of flat streams [rows, DEPTH] with the mixing weights, one tile of rows and one part of the depth.
+    """Products of flat streams [rows, DEPTH] with the mixing weights; one tile of rows, one part of the depth.
 
-    A bfloat16 stream is exact; the fp32 weight comes as three bfloat16 pieces [3, 24, DEPTH], which hold its 24
-    bits, so the tensor cores' products are those of fp32. The smallest piece is added first.
+    A bfloat16 stream is exact; the fp32 weight comes as three bfloat16 pieces [3, 24, DEPTH], which hold its
+    24 bits, so the tensor cores' products are those of fp32. The smallest piece is added first.
     """
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -154,7 +154,8 @@ def stream_pass_kernel(
 
 @triton.jit
 def finish_mix_kernel(
-    partial_ptr, squares_ptr, base_ptr, scale_ptr, norm_weight_ptr, pre_ptr, post_ptr, comb_ptr, collapsed_ptr,
+    partial_ptr, squares_ptr, base_ptr, scale_ptr, norm_weight_ptr, pre_ptr, post_ptr, comb_ptr,
+    collapsed_ptr,
     num_rows, eps, norm_eps,
     WIDTH: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SQUARES: tl.constexpr, NUM_ITERATIONS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_COLLAPSE: tl.constexpr,

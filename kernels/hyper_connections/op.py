@@ -307,9 +307,8 @@ def _run_pass(
         return new_streams, x, mix
     config = choose_config(width)
     num_parts, num_squares = triton.cdiv(depth, config.product_part), triton.cdiv(width, config.pass_block)
-    scratch = {"dtype": torch.float32, "device": streams.device}
-    partial = torch.empty(num_parts, num_rows, PARTIAL_WIDTH.value, **scratch)
-    squares = torch.empty(num_squares, num_rows, 2, **scratch)
+    partial = torch.empty(num_parts, num_rows, PARTIAL_WIDTH.value, dtype=torch.float32, device=streams.device)
+    squares = torch.empty(num_squares, num_rows, 2, dtype=torch.float32, device=streams.device)
     old = mix if old_mix is None else old_mix
     stream_pass_kernel[(num_squares, triton.cdiv(num_rows, config.pass_rows))](
         streams if y is None else y, streams, old.post, old.comb, mix.pre if pre is None else pre,

@@ -93,7 +93,9 @@ def expand_streams_reference(y: Tensor, streams: Tensor, post: Tensor, comb: Ten
     return torch.stack(mixed, dim=1).to(streams.dtype)
 
 
-def collapse_norm_reference(streams: Tensor, pre: Tensor, norm_weight: Tensor | None, *, eps: float) -> Tensor:
+def collapse_norm_reference(
+    streams: Tensor, pre: Tensor, norm_weight: Tensor | None, *, eps: float
+) -> Tensor:
     """``collapse_streams_reference``, then RMSNorm where a weight [hidden] is given."""
     collapsed = collapse_streams_reference(streams, pre)
     return collapsed if norm_weight is None else rms_norm_reference(collapsed, norm_weight, eps=eps)

@@ -1,13 +1,16 @@
 """Device code of attention at the release's shape on Hopper: 64 heads of 512, packed caches.
 
-One program owns one query. Four producer warps gather packed rows and widen them to bfloat16 tiles of 32
-keys in shared memory; eight consumer warps multiply. The products of a tile overlap the softmax of the
-next one. Keys come in the order of ``kernel.py``; its tiles and its results are those of one shape, so
-which kernel runs is a matter of shapes alone.
+A program takes queries in turn, one at a time. Four producer warps gather packed rows and widen them to
+bfloat16 tiles of 32 keys in shared memory; eight consumer warps multiply. The products of a tile overlap the
+softmax of the next one. Keys come in the order of ``kernel.py``. Its bits are not that kernel's, so which of
+them runs is a matter of shapes alone.
 
 Even channels and odd channels lie in tiles of their own (see ``kernel.py``). Keys are held times 2^-64, so
 that packed codes become bfloat16 by moving bits and one exact product; scores and outputs undo it.
 """
+
+# mypy: ignore-errors
+# (The bodies of kernels are another language in Python's clothes.)
 
 from __future__ import annotations
 
@@ -220,8 +223,8 @@ def _num_entry_tiles(slots_ptr, num_selected, BLOCK_SELECTED: gl.constexpr, layo
 
 @gluon.jit
 def _produce(
-    q_ptr, ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_rows, num_ring_rows, stride_q_row,
-    q_smem, keys_smem, full, empty, q_full, q_empty,
+    q_ptr, ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_rows, num_ring_rows,
+    stride_q_row, q_smem, keys_smem, full, empty, q_full, q_empty,
     NUM_SELECTED: gl.constexpr, BLOCK_SELECTED: gl.constexpr, WINDOW_TILES: gl.constexpr,
 ):  # fmt: skip
     """Fill the stages in turn; addresses are two pieces ahead of what is widened, and words one piece."""
@@ -282,7 +285,9 @@ def _produce(
 
 
 @gluon.jit
-def _tile_keys(window_rows_ptr, slots_ptr, tile, num_selected, WINDOW_TILES: gl.constexpr, layout: gl.constexpr):
+def _tile_keys(
+    window_rows_ptr, slots_ptr, tile, num_selected, WINDOW_TILES: gl.constexpr, layout: gl.constexpr
+):
     """Rows or slots of a tile; below 0 where there is none."""
     place = gl.arange(0, KEYS, layout)
     is_window = tile < WINDOW_TILES
@@ -440,8 +445,8 @@ def hopper_attention_kernel(
             (
                 _produce,
                 (
-                    q_ptr, ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_rows, num_ring_rows,
-                    stride_q_row, q_smem, keys_smem, full, empty, q_full, q_empty,
+                    q_ptr, ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_rows,
+                    num_ring_rows, stride_q_row, q_smem, keys_smem, full, empty, q_full, q_empty,
                     NUM_SELECTED, BLOCK_SELECTED, WINDOW_TILES,
                 ),
             ),
