@@ -31,7 +31,7 @@ class EngineConfig:
     model: str
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    kernel_impl: Literal["auto", "triton", "torch"] = "auto"
+    kernel_impl: Literal["torch", "triton"] = "torch"
     activation_quantisation: Literal["auto", "release", "row", "none"] = "auto"
     cache_quantisation: Literal["release", "none"] = "release"
     max_model_len: int = 0

@@ -11,7 +11,7 @@ import json
 import torch
 
 from benchmarks.kernels.bench_hyper_connections import copy_rate
-from benchmarks.kernels.timing import sustained_ms
+from benchmarks.kernels.captured import captured_ms
 from kernels.cache_store import compress_and_store, store_index_keys, store_window_kv
 from kernels.engram import engram_gate, engram_gather
 from tests.kernels import cache_store_cases, engram_cases
@@ -74,7 +74,7 @@ def main() -> None:
     rate = copy_rate()
     results = {}
     for name, (num_bytes, launch) in (store_ops() | engram_ops()).items():
-        ms, floor = sustained_ms(launch, 0.3), num_bytes / rate  # type: ignore[arg-type]
+        ms, floor = captured_ms(launch), num_bytes / rate  # type: ignore[arg-type]
         results[name] = {"ms": ms, "floor_ms": floor, "ratio": ms / floor}
         print(f"{name:22} {ms:9.4f} ms  floor {floor:8.4f}  {ms / floor:5.2f} x")
     facts = {"op": "cache_store", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}

@@ -59,7 +59,14 @@ def time_deepgemm(num_entries: int, visible: torch.Tensor) -> float | None:
     start, end = torch.zeros(NUM_ROWS, device="cuda", dtype=torch.int32), visible.int()
     return sustained_ms(
         lambda: deep_gemm.fp8_fp4_mqa_logits(
-            (q, None), (k, scale), weights, start, end, clean_logits=False, max_seqlen_k=0, logits_dtype=torch.float32
+            (q, None),
+            (k, scale),
+            weights,
+            start,
+            end,
+            clean_logits=False,
+            max_seqlen_k=0,
+            logits_dtype=torch.float32,
         )
     )
 
@@ -72,7 +79,9 @@ def measure(num_entries: int) -> dict[str, float]:
     if anchor is not None:
         result["deepgemm"] = anchor
     selected = torch.empty(NUM_ROWS, TOP_K, device="cuda", dtype=torch.int64)
-    result["select_topk"] = sustained_ms(lambda: select_topk(scores, pages.num_visible, k=TOP_K, out=selected))
+    result["select_topk"] = sustained_ms(
+        lambda: select_topk(scores, pages.num_visible, k=TOP_K, out=selected)
+    )
     result["torch_topk"] = sustained_ms(lambda: scores.topk(TOP_K, sorted=False), 0.3)
     del scores
     torch.cuda.empty_cache()
@@ -83,7 +92,9 @@ def measure(num_entries: int) -> dict[str, float]:
 
         result[name] = sustained_ms(launch)
         result[f"{name}_peak_mib"] = peak_mib(launch)
-    blocks = torch.rand(NUM_ROWS, num_entries // BLOCK_SIZE - 512, device="cuda").argsort(1)[:, :NUM_CANDIDATES]
+    blocks = torch.rand(NUM_ROWS, num_entries // BLOCK_SIZE - 512, device="cuda").argsort(1)[
+        :, :NUM_CANDIDATES
+    ]
     blocks = blocks.sort(1).values.int()
     out = torch.empty(NUM_ROWS, NUM_CANDIDATES * BLOCK_SIZE, device="cuda")
     result["candidate_scores"] = sustained_ms(

@@ -18,11 +18,14 @@ from kernels.hyper_connections import StreamMix
 class HyperConnection:
     """Weights of one site: its mix, and the norm of what its sublayer reads."""
 
-    def __init__(self, reader: WeightReader, prefix: str, norm_name: str, config: DeepseekV41Config) -> None:
+    def __init__(
+        self, reader: WeightReader, prefix: str, norm_name: str, config: DeepseekV41Config, ops: Ops
+    ) -> None:
         k = config.hc_mult
         size = 2 * k + k * k
         self.norm_weight = reader.tensor(norm_name, (config.hidden_size,), torch.float32)
-        self.fn = reader.tensor(f"{prefix}_fn", (size, k * config.hidden_size), torch.float32)
+        fn = reader.tensor(f"{prefix}_fn", (size, k * config.hidden_size), torch.float32)
+        self.fn = ops.mix_weight(fn, reader.dtype)
         self.base = reader.tensor(f"{prefix}_base", (size,), torch.float32)
         self.scale = reader.tensor(f"{prefix}_scale", (3,), torch.float32)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 import kernels.cache_store as cache_store
@@ -46,6 +47,11 @@ class Ops:
     selection_slots: Callable[..., Tensor]
     paged_sparse_attention: Callable[..., Tensor]
 
+    def mix_weight(self, fn: Tensor, dtype: torch.dtype) -> Tensor:
+        """A hyper-connection's fp32 weight in the form that this implementation multiplies by."""
+        is_split = self.impl == "triton" and dtype == torch.bfloat16
+        return hyper_connections.split_mix_weight(fn) if is_split else fn
+
 
 _MODULES = (rms_norm, hyper_connections, engram, cache_store, indexer, sparse_attention)
 
@@ -60,16 +66,11 @@ def build_ops(impl: KernelImpl) -> Ops:
     return Ops(impl=impl, **found)
 
 
-def resolve_kernel_impl(
-    asked: Literal["auto", "triton", "torch"], config: DeepseekV41Config, *, is_gpu: bool
-) -> KernelImpl:
-    """Triton on a GPU whose kernels serve the model's shapes, else torch. ``ConfigError`` where asked for in vain."""
+def check_kernel_impl(impl: KernelImpl, config: DeepseekV41Config, *, is_gpu: bool) -> None:
+    """Raise ``ConfigError`` where the kernels asked for cannot run."""
     reason = _unsupported_shape(config) if is_gpu else "this rank has no GPU"
-    if asked == "torch" or (asked == "auto" and reason is not None):
-        return "torch"
-    if reason is not None:
+    if impl == "triton" and reason is not None:
         raise ConfigError(f"engine.kernel_impl is triton, but {reason}")
-    return "triton"
 
 
 def _unsupported_shape(config: DeepseekV41Config) -> str | None:

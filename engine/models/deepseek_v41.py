@@ -51,8 +51,10 @@ class DecoderLayer:
             assert tables is not None, "a model with engram layers has n-gram tables"
             index = config.engram_layer_ids.index(layer)
             self._engram = Engram(reader, f"{prefix}.engram", config, index, tables, activations, ops)
-        self._attn_site = HyperConnection(reader, f"{prefix}.hc_attn", f"{prefix}.attn_norm.weight", config)
-        self._ffn_site = HyperConnection(reader, f"{prefix}.hc_ffn", f"{prefix}.ffn_norm.weight", config)
+        self._attn_site = HyperConnection(
+            reader, f"{prefix}.hc_attn", f"{prefix}.attn_norm.weight", config, ops
+        )
+        self._ffn_site = HyperConnection(reader, f"{prefix}.hc_ffn", f"{prefix}.ffn_norm.weight", config, ops)
         self._attn = Attention(reader, f"{prefix}.attn", config, layer, activations, rotary, ops)
         self._moe = MoE(reader, f"{prefix}.ffn", config, activations)
 

@@ -5,6 +5,7 @@ from kernels.hyper_connections.op import (
     expand_streams,
     mix_streams,
     read_streams,
+    split_mix_weight,
     update_streams,
 )
 from kernels.hyper_connections.reference import (
@@ -32,6 +33,7 @@ __all__ = [
     "mix_streams_reference",
     "read_streams",
     "read_streams_reference",
+    "split_mix_weight",
     "update_streams",
     "update_streams_reference",
 ]

@@ -1,11 +1,11 @@
 """Device code of the hyper-connections, for four streams.
 
-A tile of rows passes over its streams once: expand them, collapse them for the next sublayer, and multiply
-them with the mixing weights. Columns are split into parts of fixed width whose sums a second kernel adds
-in order, so a row's bits depend on the weight's shape alone.
+One pass over the streams expands them and collapses them for the next sublayer; a thin matrix product makes
+the mixing weights' logits; a last kernel does the rest for a row. Sums over the width are cut into parts of
+fixed size that the last kernel adds in order, so a row's bits depend on the weight's shape alone.
 
-Shapes: X streams [rows, 4, width]; partial sums [num_parts, rows, 32]: 24 products, then the squares' sums
-of the streams and of the collapsed row.
+Shapes: streams [rows, 4, width]; partial products [num_parts, rows, 32], of which 24 are used; partial sums
+of squares [num_squares, rows, 2], of the streams and of the collapsed row.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SQUARES = tl.constexpr(24)
-COLLAPSED_SQUARES = tl.constexpr(25)
+NUM_OUTPUTS = tl.constexpr(24)
 PARTIAL_WIDTH = tl.constexpr(32)
 
 
@@ -30,104 +29,141 @@ def _load_streams(x_ptr, row, column, is_in, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, k: tl.constexpr):
-    """Stream k after the sublayer: ``post[k] y + sum_j comb[j, k] x[j]``, one rounded step at a time."""
-    post = tl.load(post_ptr + row * 4 + k, mask=is_row, other=0.0)[:, None]
-    c0 = tl.load(comb_ptr + row * 16 + k, mask=is_row, other=0.0)[:, None]
-    c1 = tl.load(comb_ptr + row * 16 + 4 + k, mask=is_row, other=0.0)[:, None]
-    c2 = tl.load(comb_ptr + row * 16 + 8 + k, mask=is_row, other=0.0)[:, None]
-    c3 = tl.load(comb_ptr + row * 16 + 12 + k, mask=is_row, other=0.0)[:, None]
-    mixed = tl.fma(c3, x3, tl.fma(c2, x2, tl.fma(c1, x1, c0 * x0)))
-    return tl.fma(post, y, mixed)
+def _rounded(x, IS_BF16: tl.constexpr):
+    """To the streams' dtype and back to fp32.
+
+    Two at a time: a lone conversion runs at a quarter of the rate. Called impure, because the compiler would
+    otherwise compute everything again in the layout that the product wants.
+    """
+    if IS_BF16:
+        narrow = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
+        )
+        return narrow, narrow.to(tl.float32)
+    else:
+        return x, x
 
 
 @triton.jit
-def _multiply(z, x, fn_ptr, column, k: tl.constexpr, WIDTH: tl.constexpr, IS_BF16: tl.constexpr):
-    """Add a stream's product with its slice of the mixing weights: x [rows, block] -> z [rows, 32].
+def _load_column(ptr, row, is_row, stride: tl.constexpr):
+    """One coefficient a row, [rows, 1]."""
+    return tl.load(ptr + row * stride, mask=is_row, other=0.0)[:, None]
 
-    A bfloat16 stream is exact; the fp32 weight is cut into three bfloat16 pieces, which hold its 24 bits, so
-    the tensor cores' products are those of fp32.
+
+@triton.jit
+def _load_expansion(post_ptr, comb_ptr, row, is_row, k: tl.constexpr):
+    """What makes stream k: its share of the sublayer's output, and of each old stream."""
+    post = _load_column(post_ptr + k, row, is_row, 4)
+    c0 = _load_column(comb_ptr + k, row, is_row, 16)
+    c1 = _load_column(comb_ptr + 4 + k, row, is_row, 16)
+    c2 = _load_column(comb_ptr + 8 + k, row, is_row, 16)
+    return post, c0, c1, c2, _load_column(comb_ptr + 12 + k, row, is_row, 16)
+
+
+@triton.jit
+def _expanded(y, x0, x1, x2, x3, expansion):
+    """One stream after the sublayer: ``post y + sum_j comb[j] x[j]``, one rounding a step."""
+    post, c0, c1, c2, c3 = expansion
+    return tl.fma(post, y, tl.fma(c3, x3, tl.fma(c2, x2, tl.fma(c1, x1, c0 * x0))))
+
+
+@triton.jit
+def mix_product_kernel(
+    x_ptr, fn_ptr, partial_ptr, num_rows,
+    DEPTH: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_BF16: tl.constexpr,
+):  # fmt: skip
+    """Products of flat streams [rows, DEPTH] with the mixing weights; one tile of rows, one part of the depth.
+
+    A bfloat16 stream is exact; the fp32 weight comes as three bfloat16 pieces [3, 24, DEPTH], which hold its
+    24 bits, so the tensor cores' products are those of fp32. The smallest piece is added first.
     """
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row = (row < num_rows)[:, None]
     output = tl.arange(0, PARTIAL_WIDTH)
-    is_weight = (output < SQUARES)[None, :] & (column < WIDTH)[:, None]
-    weight_ptrs = fn_ptr + output[None, :].to(tl.int64) * (4 * WIDTH) + k * WIDTH + column[:, None]
-    weight = tl.load(weight_ptrs, mask=is_weight, other=0.0)
-    if IS_BF16:
-        high = weight.to(tl.bfloat16)
-        rest = weight - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        narrow = x.to(tl.bfloat16)
-        z = tl.dot(narrow, low, acc=z)
-        z = tl.dot(narrow, middle, acc=z)
-        return tl.dot(narrow, high, acc=z)
-    return tl.dot(x, weight, acc=z, input_precision="ieee")
+    is_output = (output < NUM_OUTPUTS)[:, None]
+    x_ptrs = x_ptr + row[:, None] * DEPTH
+    fn_ptrs = fn_ptr + output[:, None] * DEPTH
+    z = tl.zeros([ROWS, PARTIAL_WIDTH], tl.float32)
+    for start in tl.range(part * PART, part * PART + PART, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(x_ptrs + column, mask=is_row & (column < DEPTH), other=0.0)
+        is_weight = is_output & (column < DEPTH)
+        if IS_BF16:
+            low = tl.load(fn_ptrs + 2 * NUM_OUTPUTS * DEPTH + column, mask=is_weight, other=0.0)
+            middle = tl.load(fn_ptrs + NUM_OUTPUTS * DEPTH + column, mask=is_weight, other=0.0)
+            high = tl.load(fn_ptrs + column, mask=is_weight, other=0.0)
+            z = tl.dot(x, tl.trans(low), acc=z)
+            z = tl.dot(x, tl.trans(middle), acc=z)
+            z = tl.dot(x, tl.trans(high), acc=z)
+        else:
+            weight = tl.load(fn_ptrs + column, mask=is_weight, other=0.0)
+            z = tl.dot(x, tl.trans(weight), acc=z, input_precision="ieee")
+    partial_ptrs = partial_ptr + (part.to(tl.int64) * num_rows + row[:, None]) * PARTIAL_WIDTH
+    tl.store(partial_ptrs + output[None, :], z, mask=is_row & (output < NUM_OUTPUTS)[None, :])
 
 
 @triton.jit
 def stream_pass_kernel(
-    y_ptr, x_ptr, post_ptr, comb_ptr, pre_ptr, fn_ptr, out_ptr, collapsed_ptr, partial_ptr,
+    y_ptr, x_ptr, post_ptr, comb_ptr, pre_ptr, out_ptr, collapsed_ptr, squares_ptr,
     num_rows, stride_y_row,
-    WIDTH: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_EXPAND: tl.constexpr, HAS_COLLAPSE: tl.constexpr, IS_BF16: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows and one part of the columns."""
+    """One tile of rows and columns: expand, collapse, and the squares' sums [num_parts, num_rows, 2]."""
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
-    dtype = tl.bfloat16 if IS_BF16 else tl.float32
-    z = tl.zeros([ROWS, PARTIAL_WIDTH], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
-    collapsed_squares = tl.zeros([ROWS], tl.float32)
-    for start in tl.range(part * PART, part * PART + PART, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        is_in = is_row[:, None] & (column < WIDTH)[None, :]
-        x0, x1, x2, x3 = _load_streams(x_ptr, row, column, is_in, WIDTH)
-        if HAS_EXPAND:
-            y = tl.load(y_ptr + row[:, None] * stride_y_row + column[None, :], mask=is_in, other=0.0).to(
-                tl.float32
-            )
-            n0 = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, 0).to(dtype)
-            n1 = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, 1).to(dtype)
-            n2 = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, 2).to(dtype)
-            n3 = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, 3).to(dtype)
-            out_ptrs = out_ptr + row[:, None] * (4 * WIDTH) + column[None, :]
-            tl.store(out_ptrs, n0, mask=is_in)
-            tl.store(out_ptrs + WIDTH, n1, mask=is_in)
-            tl.store(out_ptrs + 2 * WIDTH, n2, mask=is_in)
-            tl.store(out_ptrs + 3 * WIDTH, n3, mask=is_in)
-            x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
-        if HAS_COLLAPSE:
-            p0 = tl.load(pre_ptr + row * 4, mask=is_row, other=0.0)[:, None]
-            p1 = tl.load(pre_ptr + row * 4 + 1, mask=is_row, other=0.0)[:, None]
-            p2 = tl.load(pre_ptr + row * 4 + 2, mask=is_row, other=0.0)[:, None]
-            p3 = tl.load(pre_ptr + row * 4 + 3, mask=is_row, other=0.0)[:, None]
-            collapsed = tl.fma(p3, x3, tl.fma(p2, x2, tl.fma(p1, x1, p0 * x0))).to(dtype)
-            tl.store(collapsed_ptr + row[:, None] * WIDTH + column[None, :], collapsed, mask=is_in)
-            wide = collapsed.to(tl.float32)
-            collapsed_squares += tl.sum(wide * wide, 1)
-        squares += tl.sum(tl.fma(x3, x3, tl.fma(x2, x2, tl.fma(x1, x1, x0 * x0))), 1)
-        z = _multiply(z, x0, fn_ptr, column, 0, WIDTH, IS_BF16)
-        z = _multiply(z, x1, fn_ptr, column, 1, WIDTH, IS_BF16)
-        z = _multiply(z, x2, fn_ptr, column, 2, WIDTH, IS_BF16)
-        z = _multiply(z, x3, fn_ptr, column, 3, WIDTH, IS_BF16)
-    output = tl.arange(0, PARTIAL_WIDTH)[None, :]
-    z = tl.where(output == SQUARES, squares[:, None], z)
-    z = tl.where(output == COLLAPSED_SQUARES, collapsed_squares[:, None], z)
-    partial_ptrs = partial_ptr + (part.to(tl.int64) * num_rows + row[:, None]) * PARTIAL_WIDTH + output
-    tl.store(partial_ptrs, z, mask=is_row[:, None])
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    is_in = is_row[:, None] & (column < WIDTH)[None, :]
+    ptrs = row[:, None] * (4 * WIDTH) + column[None, :]
+    x0, x1, x2, x3 = _load_streams(x_ptr, row, column, is_in, WIDTH)
+    if HAS_EXPAND:
+        y_ptrs = y_ptr + row[:, None] * stride_y_row + column[None, :]
+        y = tl.load(y_ptrs, mask=is_in, other=0.0).to(tl.float32)
+        n0, new0 = _rounded(
+            _expanded(y, x0, x1, x2, x3, _load_expansion(post_ptr, comb_ptr, row, is_row, 0)), IS_BF16
+        )
+        n1, new1 = _rounded(
+            _expanded(y, x0, x1, x2, x3, _load_expansion(post_ptr, comb_ptr, row, is_row, 1)), IS_BF16
+        )
+        n2, new2 = _rounded(
+            _expanded(y, x0, x1, x2, x3, _load_expansion(post_ptr, comb_ptr, row, is_row, 2)), IS_BF16
+        )
+        n3, new3 = _rounded(
+            _expanded(y, x0, x1, x2, x3, _load_expansion(post_ptr, comb_ptr, row, is_row, 3)), IS_BF16
+        )
+        tl.store(out_ptr + ptrs, n0, mask=is_in)
+        tl.store(out_ptr + ptrs + WIDTH, n1, mask=is_in)
+        tl.store(out_ptr + ptrs + 2 * WIDTH, n2, mask=is_in)
+        tl.store(out_ptr + ptrs + 3 * WIDTH, n3, mask=is_in)
+        x0, x1, x2, x3 = new0, new1, new2, new3
+    squares = tl.sum(tl.fma(x3, x3, tl.fma(x2, x2, tl.fma(x1, x1, x0 * x0))), 1)
+    squares_ptrs = squares_ptr + (part.to(tl.int64) * num_rows + row) * 2
+    tl.store(squares_ptrs, squares, mask=is_row)
+    if HAS_COLLAPSE:
+        p0 = _load_column(pre_ptr, row, is_row, 4)
+        p1 = _load_column(pre_ptr + 1, row, is_row, 4)
+        p2 = _load_column(pre_ptr + 2, row, is_row, 4)
+        p3 = _load_column(pre_ptr + 3, row, is_row, 4)
+        total = tl.fma(p3, x3, tl.fma(p2, x2, tl.fma(p1, x1, p0 * x0)))
+        collapsed, wide = _rounded(total, IS_BF16)
+        tl.store(collapsed_ptr + row[:, None] * WIDTH + column[None, :], collapsed, mask=is_in)
+        tl.store(squares_ptrs + 1, tl.sum(wide * wide, 1), mask=is_row)
 
 
 @triton.jit
 def finish_mix_kernel(
-    partial_ptr, base_ptr, scale_ptr, norm_weight_ptr, pre_ptr, post_ptr, comb_ptr, collapsed_ptr,
+    partial_ptr, squares_ptr, base_ptr, scale_ptr, norm_weight_ptr, pre_ptr, post_ptr, comb_ptr,
+    collapsed_ptr,
     num_rows, eps, norm_eps,
-    WIDTH: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_ITERATIONS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_COLLAPSE: tl.constexpr,
+    WIDTH: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SQUARES: tl.constexpr, NUM_ITERATIONS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_COLLAPSE: tl.constexpr,
 ):  # fmt: skip
     """Add the parts in order, then sigmoids and Sinkhorn; and the norm of the collapsed rows, in place."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
+    stride_part = tl.cast(num_rows, tl.int64) * PARTIAL_WIDTH
     k = tl.arange(0, 4)
     vector = row[:, None] * PARTIAL_WIDTH + k[None, :]
     matrix = row[:, None, None] * PARTIAL_WIDTH + 8 + 4 * k[None, :, None] + k[None, None, :]
@@ -138,11 +174,14 @@ def finish_mix_kernel(
     comb = tl.zeros([ROWS, 4, 4], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
     for part in tl.static_range(NUM_PARTS):
-        ptr = partial_ptr + part * num_rows.to(tl.int64) * PARTIAL_WIDTH
+        ptr = partial_ptr + part * stride_part
         pre += tl.load(ptr + vector, mask=is_vector, other=0.0)
         post += tl.load(ptr + vector + 4, mask=is_vector, other=0.0)
         comb += tl.load(ptr + matrix, mask=is_matrix, other=0.0)
-        squares += tl.load(ptr + row * PARTIAL_WIDTH + SQUARES, mask=is_row, other=1.0)
+    for part in tl.static_range(NUM_SQUARES):
+        squares += tl.load(
+            squares_ptr + (part * tl.cast(num_rows, tl.int64) + row) * 2, mask=is_row, other=1.0
+        )
     inverse_rms = tl.rsqrt(squares / (4 * WIDTH) + norm_eps)
     pre = tl.sigmoid(pre * inverse_rms[:, None] * tl.load(scale_ptr) + tl.load(base_ptr + k)[None, :]) + eps
     post = 2 * tl.sigmoid(
@@ -168,9 +207,8 @@ def finish_mix_kernel(
             one = tl.program_id(0).to(tl.int64) * ROWS + n
             if one < num_rows:
                 total = 0.0
-                for part in tl.static_range(NUM_PARTS):
-                    offset = part * num_rows.to(tl.int64) + one
-                    total += tl.load(partial_ptr + offset * PARTIAL_WIDTH + COLLAPSED_SQUARES)
+                for part in tl.static_range(NUM_SQUARES):
+                    total += tl.load(squares_ptr + (part * tl.cast(num_rows, tl.int64) + one) * 2 + 1)
                 x_ptrs = collapsed_ptr + one * WIDTH + column
                 x = tl.load(x_ptrs, mask=is_in, other=0.0)
                 normed = x.to(tl.float32) * tl.rsqrt(total / WIDTH + norm_eps) * weight
@@ -191,7 +229,7 @@ def expand_streams_kernel(
     y = tl.load(y_ptr + row[:, None] * stride_y_row + column[None, :], mask=is_in, other=0.0).to(tl.float32)
     out_ptrs = out_ptr + row[:, None] * (4 * WIDTH) + column[None, :]
     for k in tl.static_range(4):
-        mixed = _expanded(y, x0, x1, x2, x3, post_ptr, comb_ptr, row, is_row, k)
+        mixed = _expanded(y, x0, x1, x2, x3, _load_expansion(post_ptr, comb_ptr, row, is_row, k))
         tl.store(out_ptrs + k * WIDTH, mixed.to(out_ptr.dtype.element_ty), mask=is_in)
 
 

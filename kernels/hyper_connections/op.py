@@ -17,6 +17,7 @@ from kernels.hyper_connections.kernel import (
     collapse_norm_kernel,
     expand_streams_kernel,
     finish_mix_kernel,
+    mix_product_kernel,
     stream_pass_kernel,
 )
 from kernels.hyper_connections.reference import SiteInput, StreamMix
@@ -25,19 +26,33 @@ NUM_STREAMS = 4
 FINISH_ROWS = 4
 
 
-class StreamConfig(NamedTuple):
-    """Tiles of the pass over the streams: functions of the width alone. ``part`` is the split of the sums."""
+class MixConfig(NamedTuple):
+    """Tiles of the pass and of the product: functions of the width alone."""
 
-    rows: int
-    block: int
-    part: int
-    num_warps: int
+    pass_rows: int
+    pass_block: int
+    product_rows: int
+    product_block: int
+    product_part: int
 
 
-def choose_config(width: int) -> StreamConfig:
-    """64 rows a tile whatever their number, and parts of 256 columns (four blocks)."""
-    block = min(64, max(16, triton.next_power_of_2(width)))
-    return StreamConfig(64, block, min(256, triton.cdiv(width, block) * block), 8)
+def choose_config(width: int) -> MixConfig:
+    """The product's rows are one tile whatever their number; its depth is cut into ten parts at most."""
+    depth = NUM_STREAMS * width
+    block = min(128, triton.next_power_of_2(depth))
+    part = triton.cdiv(triton.cdiv(depth, 10), block) * block
+    return MixConfig(4, min(512, triton.next_power_of_2(width)), 128, block, part)
+
+
+def split_mix_weight(fn: Tensor) -> Tensor:
+    """An fp32 weight as three bfloat16 pieces whose sum it is, exactly: [...] -> [3, ...], largest first."""
+    pieces, rest = [], fn.float()
+    for _ in range(3):
+        # Cutting bits off, not rounding, so that three times 8 bits hold all 24.
+        top = (rest.contiguous().view(torch.int32) & -65536).view(torch.float32)
+        pieces.append(top.to(torch.bfloat16))
+        rest = rest - top
+    return torch.stack(pieces)
 
 
 def mix_streams(
@@ -55,7 +70,9 @@ def mix_streams(
 
     Args:
         streams: [num_rows, 4, hidden], float32 or bfloat16.
-        fn: [24, 4 * hidden] fp32, stream-major; base: [24] fp32; scale: [3] fp32, for pre, post and comb.
+        fn: stream-major; for float32 streams [24, 4 * hidden] fp32, for bfloat16 ones its pieces
+            [3, 24, 4 * hidden] from ``split_mix_weight``.
+        base: [24] fp32; scale: [3] fp32, for pre, post and comb.
         num_iterations: Sinkhorn rounds, the first one being softmax over rows + column division.
         eps: added inside the Sinkhorn and to ``pre``; norm_eps: of the RMS over all streams.
         out: where to write; None allocates.
@@ -255,13 +272,15 @@ def _run_pass(
     out_x: Tensor | None = None,
     out_mix: StreamMix | None = None,
 ) -> tuple[Tensor, Tensor, StreamMix]:
-    """Both kernels: ``y`` and ``old_mix`` expand first, ``pre`` and ``norm_weight`` collapse and norm.
+    """The three kernels: ``y`` and ``old_mix`` expand first, ``pre`` and ``norm_weight`` collapse and norm.
 
     Returns (streams, x, mix); x is ``streams`` where nothing is collapsed.
     """
     num_rows, width = _expect_streams(streams)
     size = 2 * NUM_STREAMS + NUM_STREAMS**2
-    expect_tensor("fn", fn, (size, NUM_STREAMS * width), (torch.float32,), like=streams)
+    is_bf16 = streams.dtype == torch.bfloat16
+    depth = NUM_STREAMS * width
+    expect_tensor("fn", fn, (3, size, depth) if is_bf16 else (size, depth), (streams.dtype,), like=streams)
     expect_tensor("base", base, (size,), (torch.float32,), like=streams)
     expect_tensor("scale", scale, (3,), (torch.float32,), like=streams)
     if num_iterations < 1:
@@ -279,23 +298,28 @@ def _run_pass(
     if num_rows == 0:
         return new_streams, x, mix
     config = choose_config(width)
-    num_parts = triton.cdiv(width, config.part)
+    num_parts, num_squares = triton.cdiv(depth, config.product_part), triton.cdiv(width, config.pass_block)
     partial = torch.empty(
         num_parts, num_rows, PARTIAL_WIDTH.value, dtype=torch.float32, device=streams.device
     )
+    squares = torch.empty(num_squares, num_rows, 2, dtype=torch.float32, device=streams.device)
     old = mix if old_mix is None else old_mix
-    stream_pass_kernel[(num_parts, triton.cdiv(num_rows, config.rows))](
-        streams if y is None else y, streams, old.post, old.comb, mix.pre if pre is None else pre, fn,
-        new_streams, x, partial,
+    stream_pass_kernel[(num_squares, triton.cdiv(num_rows, config.pass_rows))](
+        streams if y is None else y, streams, old.post, old.comb, mix.pre if pre is None else pre,
+        new_streams, x, squares,
         num_rows, 0 if y is None else y.stride(0),
-        WIDTH=width, PART=config.part, ROWS=config.rows, BLOCK=config.block,
-        HAS_EXPAND=y is not None, HAS_COLLAPSE=pre is not None, IS_BF16=streams.dtype == torch.bfloat16,
-        num_warps=config.num_warps,
+        WIDTH=width, ROWS=config.pass_rows, BLOCK=config.pass_block,
+        HAS_EXPAND=y is not None, HAS_COLLAPSE=pre is not None, IS_BF16=is_bf16, num_warps=4,
+    )  # fmt: skip
+    mix_product_kernel[(num_parts, triton.cdiv(num_rows, config.product_rows))](
+        new_streams, fn, partial, num_rows,
+        DEPTH=depth, PART=config.product_part, ROWS=config.product_rows, BLOCK=config.product_block,
+        IS_BF16=is_bf16, num_warps=8 if is_bf16 else 4, num_stages=3 if is_bf16 else 1,
     )  # fmt: skip
     finish_mix_kernel[(triton.cdiv(num_rows, FINISH_ROWS),)](
-        partial, base, scale, base if norm_weight is None else norm_weight, mix.pre, mix.post, mix.comb, x,
-        num_rows, eps, norm_eps,
-        WIDTH=width, NUM_PARTS=num_parts, NUM_ITERATIONS=num_iterations, ROWS=FINISH_ROWS,
-        BLOCK=triton.next_power_of_2(width), HAS_COLLAPSE=pre is not None, num_warps=8,
+        partial, squares, base, scale, base if norm_weight is None else norm_weight,
+        mix.pre, mix.post, mix.comb, x, num_rows, eps, norm_eps,
+        WIDTH=width, NUM_PARTS=num_parts, NUM_SQUARES=num_squares, NUM_ITERATIONS=num_iterations,
+        ROWS=FINISH_ROWS, BLOCK=triton.next_power_of_2(width), HAS_COLLAPSE=pre is not None, num_warps=8,
     )  # fmt: skip
     return new_streams, x, mix

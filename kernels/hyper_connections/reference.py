@@ -46,7 +46,7 @@ def mix_streams_reference(
 
     Args:
         streams: [num_rows, K, hidden], float32 or bfloat16.
-        fn: [2K + K*K, K * hidden] fp32; stream-major.
+        fn: [2K + K*K, K * hidden] fp32, or its pieces [3, ...] in bfloat16; stream-major.
         base: [2K + K*K] fp32.
         scale: [3] fp32, for pre, post and comb.
         num_iterations: Sinkhorn rounds, the first one being softmax over rows + column division.
@@ -54,6 +54,8 @@ def mix_streams_reference(
         norm_eps: of the RMS over all streams.
     """
     num_rows, k, _ = streams.shape
+    if fn.dim() == 3:
+        fn = fn[0].float() + fn[1].float() + fn[2].float()
     flat = streams.float().flatten(1)
     z = linear_reference(flat * inverse_rms(flat, norm_eps), fn)
     pre = on_whole_vectors(torch.sigmoid, z[:, :k] * scale[0] + base[:k]) + eps

@@ -1,13 +1,16 @@
 """Device code of attention at the release's shape on Hopper: 64 heads of 512, packed caches.
 
-One program owns one query. Four producer warps gather packed rows and widen them to bfloat16 tiles of 64
-keys in shared memory; eight consumer warps multiply. The products of a tile overlap the softmax of the
-next one. Keys come in the order of ``kernel.py``; its tiles and its results are those of one shape, so
-which kernel runs is a matter of shapes alone.
+A program takes queries in turn, one at a time. Four producer warps gather packed rows and widen them to
+bfloat16 tiles of 32 keys in shared memory; eight consumer warps multiply. The products of a tile overlap the
+softmax of the next one. Keys come in the order of ``kernel.py``. Its bits are not that kernel's, so which of
+them runs is a matter of shapes alone.
 
 Even channels and odd channels lie in tiles of their own (see ``kernel.py``). Keys are held times 2^-64, so
 that packed codes become bfloat16 by moving bits and one exact product; scores and outputs undo it.
 """
+
+# mypy: ignore-errors
+# (The bodies of kernels are another language in Python's clothes.)
 
 from __future__ import annotations
 
@@ -24,12 +27,18 @@ IS_TRITON_3_6 = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"
 """Later versions gave the method a public name."""
 HEADS = gl.constexpr(64)
 HALF = gl.constexpr(256)
-KEYS = gl.constexpr(64)
-STAGES = gl.constexpr(2)
+KEYS = gl.constexpr(32)
+STAGES = gl.constexpr(4)
 WINDOW_WIDTH = gl.constexpr(528)
 ENTRY_WIDTH = gl.constexpr(288)
 LOG2_E = gl.constexpr(1.4426950408889634)
 KEY_UNIT = gl.constexpr(2.0**64)
+# The producers' view of half a tile of entries and of a quarter of a tile of window rows, as words and as
+# groups of words that share a scale. A lane writes 16 bytes of a half at a time.
+ENTRY_WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+ENTRY_GROUPS = gl.constexpr(gl.BlockedLayout([1, 1, 2], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
+WINDOW_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+WINDOW_GROUPS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 16, 2], [4, 1, 1], [2, 1, 0]))
 SLACK = gl.constexpr(8.0)
 """A running peak may lie this far (in powers of two) below the true one before sums are rescaled."""
 
@@ -94,86 +103,77 @@ WIDEN_E8M0 = gl.constexpr("""
     mul.lo.u32 $0, t, 0x00800080;
 }
 """)
+# An even and an odd channel in fp32 -> one word of bfloat16.
+NARROW_PAIR = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 
 @gluon.jit
-def _entry_rows(slots_ptr, entries_ptr, first, num_selected, layout: gl.constexpr):
-    """Addresses of half a tile of entries, and which exist."""
-    place = first + gl.arange(0, KEYS // 2, layout)
-    slot = gl.load(slots_ptr + place, mask=place < num_selected, other=-1).to(gl.int64)
-    return entries_ptr + gl.maximum(slot, 0) * ENTRY_WIDTH, slot >= 0
+def _load_slots(slots_ptr, first, num_selected):
+    """Slots of one tile of entries, held where its words are loaded."""
+    place = first + gl.arange(0, KEYS, gl.SliceLayout(1, ENTRY_WORDS))
+    return gl.load(slots_ptr + place, mask=place < num_selected, other=-1)
 
 
 @gluon.jit
-def _load_entries(slots_ptr, entries_ptr, first, num_selected):
-    """Packed words [32, 64] and scales [32, 32] of half a tile of entries."""
-    words: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    grouped: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32, 1], [4, 1, 1], [2, 1, 0])
-    scales: gl.constexpr = gl.SliceLayout(2, grouped)
-    rows, is_valid = _entry_rows(slots_ptr, entries_ptr, first, num_selected, gl.SliceLayout(1, words))
-    word = gl.arange(0, 64, gl.SliceLayout(0, words))
+def _load_entries(slots, entries_ptr):
+    """Packed words [32, 64] and scales [32, 32] of one tile of entries; zeros where there is none."""
+    scales: gl.constexpr = gl.SliceLayout(2, ENTRY_GROUPS)
+    rows = entries_ptr + gl.maximum(slots, 0).to(gl.int64) * ENTRY_WIDTH
+    word = gl.arange(0, 64, gl.SliceLayout(0, ENTRY_WORDS))
     packed_ptrs = rows.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
-    packed = gl.load(packed_ptrs, mask=is_valid[:, None], other=0)
-    rows, is_valid = _entry_rows(slots_ptr, entries_ptr, first, num_selected, gl.SliceLayout(1, scales))
+    packed = gl.load(packed_ptrs, mask=(slots >= 0)[:, None], other=0)
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, scales), assert_trivial=True)
+    is_valid = gl.convert_layout(slots, gl.SliceLayout(1, scales), assert_trivial=True) >= 0
     group = gl.arange(0, 32, gl.SliceLayout(0, scales))
-    scale = gl.load(rows[:, None] + 256 + group[None, :], mask=is_valid[:, None], other=0)
-    return packed, scale
+    return packed, gl.load(rows[:, None] + 256 + group[None, :], mask=is_valid[:, None], other=0)
 
 
 @gluon.jit
 def _widen_entries(packed, scale, even_smem, odd_smem):
-    """Write half a tile of entries as two bfloat16 halves (seen as pairs, 32 bits each)."""
-    grouped: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32, 1], [4, 1, 1], [2, 1, 0])
-    packed = gl.convert_layout(packed.reshape([KEYS // 2, 32, 2]), grouped)
+    """Write one tile of entries as two bfloat16 halves (seen as pairs, 32 bits each)."""
+    packed = gl.convert_layout(packed.reshape([KEYS, 32, 2]), ENTRY_GROUPS, assert_trivial=True)
     factor = gl.inline_asm_elementwise(WIDEN_E4M3_SCALE, "=r,r", [scale.to(gl.int32)], gl.int32, True, 1)
     factor = gl.expand_dims(factor, 2)
     e0, e1, o0, o1 = gl.inline_asm_elementwise(
         WIDEN_E2M1, "=&r,=&r,=&r,=&r,r,r", [packed, factor], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
-    even_smem.store(gl.join(e0, e1).reshape([KEYS // 2, HALF // 2]))
-    odd_smem.store(gl.join(o0, o1).reshape([KEYS // 2, HALF // 2]))
+    even_smem.store(gl.join(e0, e1).reshape([KEYS, HALF // 2]))
+    odd_smem.store(gl.join(o0, o1).reshape([KEYS, HALF // 2]))
 
 
 @gluon.jit
-def _window_rows(rows_ptr, ring_ptr, chunk_ptr, num_ring_rows, first, layout: gl.constexpr):
-    """Addresses of a quarter of a tile of window rows, and which exist."""
-    key = gl.load(rows_ptr + first + gl.arange(0, KEYS // 4, layout)).to(gl.int64)
-    in_chunk = chunk_ptr + (key - num_ring_rows) * WINDOW_WIDTH
-    return gl.where(key < num_ring_rows, ring_ptr + gl.maximum(key, 0) * WINDOW_WIDTH, in_chunk), key >= 0
+def _load_keys(window_rows_ptr, first):
+    """Window rows of half a tile, held where their words are loaded."""
+    return gl.load(window_rows_ptr + first + gl.arange(0, KEYS // 2, gl.SliceLayout(1, WINDOW_WORDS)))
 
 
 @gluon.jit
-def _load_window(rows_ptr, ring_ptr, chunk_ptr, num_ring_rows, first):
-    """Packed words [16, 128] and scales [16, 16] of a quarter of a tile of window rows."""
-    words: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    grouped: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 16, 2], [4, 1, 1], [2, 1, 0])
-    scales: gl.constexpr = gl.SliceLayout(2, grouped)
-    rows, is_valid = _window_rows(
-        rows_ptr, ring_ptr, chunk_ptr, num_ring_rows, first, gl.SliceLayout(1, words)
-    )
-    word = gl.arange(0, 128, gl.SliceLayout(0, words))
+def _load_window(keys, ring_ptr, chunk_ptr, num_ring_rows):
+    """Packed words [16, 128] and scales [16, 16] of half a tile of window rows; zeros where none."""
+    scales: gl.constexpr = gl.SliceLayout(2, WINDOW_GROUPS)
+    in_ring = ring_ptr + gl.maximum(keys, 0).to(gl.int64) * WINDOW_WIDTH
+    in_chunk = chunk_ptr + (keys.to(gl.int64) - num_ring_rows) * WINDOW_WIDTH
+    rows = gl.where(keys < num_ring_rows, in_ring, in_chunk)
+    word = gl.arange(0, 128, gl.SliceLayout(0, WINDOW_WORDS))
     packed_ptrs = rows.to(gl.pointer_type(gl.int32), bitcast=True)[:, None] + word[None, :]
-    packed = gl.load(packed_ptrs, mask=is_valid[:, None], other=0)
-    rows, is_valid = _window_rows(
-        rows_ptr, ring_ptr, chunk_ptr, num_ring_rows, first, gl.SliceLayout(1, scales)
-    )
+    packed = gl.load(packed_ptrs, mask=(keys >= 0)[:, None], other=0)
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, scales), assert_trivial=True)
+    is_valid = gl.convert_layout(keys, gl.SliceLayout(1, scales), assert_trivial=True) >= 0
     group = gl.arange(0, 16, gl.SliceLayout(0, scales))
-    scale = gl.load(rows[:, None] + 512 + group[None, :], mask=is_valid[:, None], other=0)
-    return packed, scale
+    return packed, gl.load(rows[:, None] + 512 + group[None, :], mask=is_valid[:, None], other=0)
 
 
 @gluon.jit
 def _widen_window(packed, scale, even_smem, odd_smem):
-    """Write a quarter of a tile of window rows as two bfloat16 halves (seen as pairs)."""
-    grouped: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 16, 2], [4, 1, 1], [2, 1, 0])
-    packed = gl.convert_layout(packed.reshape([KEYS // 4, 16, 8]), grouped)
+    """Write half a tile of window rows as two bfloat16 halves (seen as pairs)."""
+    packed = gl.convert_layout(packed.reshape([KEYS // 2, 16, 8]), WINDOW_GROUPS, assert_trivial=True)
     factor = gl.inline_asm_elementwise(WIDEN_E8M0, "=r,r", [scale.to(gl.int32)], gl.int32, True, 1)
     factor = gl.expand_dims(factor, 2)
     even, odd = gl.inline_asm_elementwise(
         WIDEN_E4M3, "=&r,=&r,r,r", [packed, factor], (gl.int32, gl.int32), True, 1
     )
-    even_smem.store(even.reshape([KEYS // 4, HALF // 2]))
-    odd_smem.store(odd.reshape([KEYS // 4, HALF // 2]))
+    even_smem.store(even.reshape([KEYS // 2, HALF // 2]))
+    odd_smem.store(odd.reshape([KEYS // 2, HALF // 2]))
 
 
 @gluon.jit
@@ -190,93 +190,140 @@ def _stage_as_pairs(keys_smem, stage):
 
 
 @gluon.jit
-def _produce(
-    ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_ring_rows, num_entry_tiles,
-    num_selected, keys_smem, full, empty, WINDOW_TILES: gl.constexpr,
-):  # fmt: skip
-    """Fill the stages in turn; the loads of a piece are in flight while the piece before is widened."""
-    packed, scale = _load_window(window_rows_ptr, ring_ptr, chunk_ptr, num_ring_rows, 0)
-    for quarter in gl.static_range(4 * WINDOW_TILES):
-        if quarter % 4 == 0:
-            mbarrier.wait(empty.index(quarter // 4 % STAGES), ((quarter // 4 // STAGES) & 1) ^ 1)
-        even, odd = _stage_as_pairs(keys_smem, quarter // 4 % STAGES)
-        if quarter + 1 < 4 * WINDOW_TILES:
-            next_packed, next_scale = _load_window(
-                window_rows_ptr, ring_ptr, chunk_ptr, num_ring_rows, (quarter + 1) * (KEYS // 4)
-            )
-        _widen_window(
-            packed,
-            scale,
-            even.slice(quarter % 4 * (KEYS // 4), KEYS // 4),
-            odd.slice(quarter % 4 * (KEYS // 4), KEYS // 4),
-        )
-        if quarter + 1 < 4 * WINDOW_TILES:
-            packed = next_packed
-            scale = next_scale
-        if quarter % 4 == 3:
-            fence_async_shared()
-            mbarrier.arrive(full.index(quarter // 4 % STAGES), count=1)
-    entry_packed, entry_scale = _load_entries(slots_ptr, entries_ptr, 0, num_selected)
-    for n in range(num_entry_tiles):
-        stage = (WINDOW_TILES + n) % STAGES
-        even, odd = _stage_as_pairs(keys_smem, stage)
-        mbarrier.wait(empty.index(stage), (((WINDOW_TILES + n) // STAGES) & 1) ^ 1)
-        for half in gl.static_range(2):
-            first = n * KEYS + (half + 1) * (KEYS // 2)
-            ahead_packed, ahead_scale = _load_entries(slots_ptr, entries_ptr, first, num_selected)
-            _widen_entries(
-                entry_packed,
-                entry_scale,
-                even.slice(half * (KEYS // 2), KEYS // 2),
-                odd.slice(half * (KEYS // 2), KEYS // 2),
-            )
-            entry_packed = ahead_packed
-            entry_scale = ahead_scale
-        fence_async_shared()
-        mbarrier.arrive(full.index(stage), count=1)
+def _load_query(q_ptr, first):
+    """Words of eight heads."""
+    words: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    head = first + gl.arange(0, 8, gl.SliceLayout(1, words))
+    pair = gl.arange(0, HALF, gl.SliceLayout(0, words))
+    return gl.load(q_ptr + head[:, None] * HALF + pair[None, :])
 
 
 @gluon.jit
-def _tile_is_valid(
+def _store_query(q_ptr, q_smem):
+    """The query's even and odd channels, eight heads at a time, the next sixteen under way."""
+    both = _load_query(q_ptr, 0)
+    next_both = _load_query(q_ptr, 8)
+    for first in gl.static_range(0, HEADS, 8):
+        if first + 16 < HEADS:
+            later_both = _load_query(q_ptr, first + 16)
+        q_smem.index(0).slice(first, 8).store((both & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True))
+        q_smem.index(1).slice(first, 8).store((both >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True))
+        both = next_both
+        if first + 16 < HEADS:
+            next_both = later_both
+
+
+@gluon.jit
+def _num_entry_tiles(slots_ptr, num_selected, BLOCK_SELECTED: gl.constexpr, layout: gl.constexpr):
+    """Tiles up to the last valid slot; the others would change no bit."""
+    place = gl.arange(0, BLOCK_SELECTED, layout)
+    slots = gl.load(slots_ptr + place, mask=place < num_selected, other=-1)
+    return gl.cdiv(gl.max(gl.where(slots >= 0, place + 1, 0), 0), KEYS)
+
+
+@gluon.jit
+def _produce(
+    q_ptr, ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_rows, num_ring_rows,
+    stride_q_row, q_smem, keys_smem, full, empty, q_full, q_empty,
+    NUM_SELECTED: gl.constexpr, BLOCK_SELECTED: gl.constexpr, WINDOW_TILES: gl.constexpr,
+):  # fmt: skip
+    """Fill the stages in turn; addresses are two pieces ahead of what is widened, and words one piece."""
+    count = 0
+    query_phase = 1
+    for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
+        row_slots_ptr = slots_ptr + row.to(gl.int64) * NUM_SELECTED
+        row_window_ptr = window_rows_ptr + row.to(gl.int64) * (WINDOW_TILES * KEYS)
+        keys = _load_keys(row_window_ptr, 0)
+        next_keys = _load_keys(row_window_ptr, KEYS // 2)
+        num_tiles = 0
+        if NUM_SELECTED > 0:
+            flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            num_tiles = _num_entry_tiles(row_slots_ptr, NUM_SELECTED, BLOCK_SELECTED, flat)
+        mbarrier.wait(q_empty, query_phase)
+        _store_query(q_ptr + row.to(gl.int64) * stride_q_row, q_smem)
+        fence_async_shared()
+        mbarrier.arrive(q_full, count=1)
+        query_phase ^= 1
+        packed, scale = _load_window(keys, ring_ptr, chunk_ptr, num_ring_rows)
+        slots = _load_slots(row_slots_ptr, 0, NUM_SELECTED)
+        next_slots = _load_slots(row_slots_ptr, KEYS, NUM_SELECTED)
+        for half in gl.static_range(2 * WINDOW_TILES):
+            stage = count % STAGES
+            even, odd = _stage_as_pairs(keys_smem, stage)
+            if half % 2 == 0:
+                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            if half + 1 < 2 * WINDOW_TILES:
+                next_packed, next_scale = _load_window(next_keys, ring_ptr, chunk_ptr, num_ring_rows)
+            if half + 2 < 2 * WINDOW_TILES:
+                next_keys = _load_keys(row_window_ptr, (half + 2) * (KEYS // 2))
+            _widen_window(
+                packed,
+                scale,
+                even.slice(half % 2 * (KEYS // 2), KEYS // 2),
+                odd.slice(half % 2 * (KEYS // 2), KEYS // 2),
+            )
+            if half + 1 < 2 * WINDOW_TILES:
+                packed = next_packed
+                scale = next_scale
+            if half % 2 == 1:
+                fence_async_shared()
+                mbarrier.arrive(full.index(stage), count=1)
+                count += 1
+        entry_packed, entry_scale = _load_entries(slots, entries_ptr)
+        for n in range(num_tiles):
+            stage = count % STAGES
+            even, odd = _stage_as_pairs(keys_smem, stage)
+            ahead_packed, ahead_scale = _load_entries(next_slots, entries_ptr)
+            next_slots = _load_slots(row_slots_ptr, (n + 2) * KEYS, NUM_SELECTED)
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            _widen_entries(entry_packed, entry_scale, even, odd)
+            fence_async_shared()
+            mbarrier.arrive(full.index(stage), count=1)
+            entry_packed = ahead_packed
+            entry_scale = ahead_scale
+            count += 1
+
+
+@gluon.jit
+def _tile_keys(
     window_rows_ptr, slots_ptr, tile, num_selected, WINDOW_TILES: gl.constexpr, layout: gl.constexpr
 ):
-    """Which keys of a tile exist."""
+    """Rows or slots of a tile; below 0 where there is none."""
     place = gl.arange(0, KEYS, layout)
     is_window = tile < WINDOW_TILES
     ptr = gl.where(is_window, window_rows_ptr + tile * KEYS, slots_ptr + (tile - WINDOW_TILES) * KEYS)
     limit = gl.where(is_window, WINDOW_TILES * KEYS, num_selected + WINDOW_TILES * KEYS)
-    return gl.load(ptr + place, mask=tile * KEYS + place < limit, other=-1) >= 0
+    return gl.load(ptr + place, mask=tile * KEYS + place < limit, other=-1)
 
 
 @gluon.jit
-def _issue_scores(q_even, q_odd, keys_smem, full, tile, scores_layout: gl.constexpr):
+def _issue_scores(q_smem, keys_smem, full, count, scores_layout: gl.constexpr):
     """Start ``q . key`` of a tile once it is there."""
-    stage = tile % STAGES
-    mbarrier.wait(full.index(stage), (tile // STAGES) & 1)
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
     zero = gl.zeros([HEADS, KEYS], gl.float32, scores_layout)
-    scores = warpgroup_mma(
-        q_even, keys_smem.index(2 * stage).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
-    return warpgroup_mma(q_odd, keys_smem.index(2 * stage + 1).permute((1, 0)), scores, is_async=True)
+    even, odd = keys_smem.index(2 * stage).permute((1, 0)), keys_smem.index(2 * stage + 1).permute((1, 0))
+    scores = warpgroup_mma(q_smem.index(0), even, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(q_smem.index(1), odd, scores, is_async=True)
 
 
 @gluon.jit
 def _thread_sums(weights):
-    """[64, 64] -> [64, 2, 4]: the sums of what one thread holds of each row, without an exchange."""
+    """[64, 32] -> [64, 2, 4]: the sums of what one thread holds of each row, without an exchange."""
     split = weights.reshape([HEADS, 2, KEYS // 16, 4, 2])
     return gl.sum(gl.sum(split, 4), 2)
 
 
 @gluon.jit
-def _weigh(scores, is_valid, scale_log2, peak, sums):
+def _weigh(scores, keys, scale_log2, peak, sums):
     """Softmax weights of a tile relative to the running peak, which moves only when it lies SLACK too low."""
-    scores = gl.where(is_valid[None, :], scores * scale_log2, float("-inf"))
+    scores = gl.where((keys >= 0)[None, :], scores * scale_log2, float("-inf"))
     excess = gl.max((scores - peak[:, None]).reshape([HEADS * KEYS]), 0)
     shrink = gl.full_like(peak, 1.0)
     if excess > SLACK:
         new_peak = gl.maximum(peak, gl.max(scores, 1))
         shrink = gl.exp2(peak - new_peak)
-        sums = sums * _thread_sums(gl.zeros_like(scores) + shrink[:, None]) * 0.125
+        sums = sums * _thread_sums(gl.zeros_like(scores) + shrink[:, None]) * (8.0 / KEYS)
         peak = new_peak
     weights = gl.exp2(scores - peak[:, None])
     return weights, peak, sums + _thread_sums(weights), shrink, excess
@@ -284,128 +331,126 @@ def _weigh(scores, is_valid, scale_log2, peak, sums):
 
 @gluon.jit
 def _consume(
-    q_ptr, window_rows_ptr, slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_tiles, num_selected,
-    scale_log2, q_smem, keys_smem, weights_smem, full, empty, WINDOW_TILES: gl.constexpr, ROPE_HALF: gl.constexpr,
+    window_rows_ptr, slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, scale_log2, stride_out_row,
+    q_smem, keys_smem, weights_smem, full, empty, q_full, q_empty,
+    NUM_SELECTED: gl.constexpr, BLOCK_SELECTED: gl.constexpr, WINDOW_TILES: gl.constexpr,
+    ROPE_HALF: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax, weighted sums; then the division, the inverse rotation and the store."""
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 16, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
     head_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
     key_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
-    words: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
+    count = 0
+    query_phase = 0
+    for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
+        row_slots_ptr = slots_ptr + row.to(gl.int64) * NUM_SELECTED
+        row_window_ptr = window_rows_ptr + row.to(gl.int64) * (WINDOW_TILES * KEYS)
+        sink = gl.load(sink_ptr + gl.arange(0, HEADS, head_layout)) * LOG2_E
+        keys = _tile_keys(row_window_ptr, row_slots_ptr, 0, NUM_SELECTED, WINDOW_TILES, key_layout)
+        num_tiles = WINDOW_TILES
+        if NUM_SELECTED > 0:
+            flat: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+            num_tiles += _num_entry_tiles(row_slots_ptr, NUM_SELECTED, BLOCK_SELECTED, flat)
+        peak = sink
+        sums = _thread_sums(gl.zeros([HEADS, KEYS], gl.float32, scores_layout))
+        acc_even = gl.zeros([HEADS, HALF], gl.float32, acc_layout)
+        acc_odd = gl.zeros([HEADS, HALF], gl.float32, acc_layout)
+        mbarrier.wait(q_full, query_phase)
+        query_phase ^= 1
+        pending = _issue_scores(q_smem, keys_smem, full, count, scores_layout)
+        scores = warpgroup_mma_wait(0, deps=[pending])
+        weights, peak, sums, shrink, excess = _weigh(scores, keys, scale_log2, peak, sums)
+        weights_smem.index(count % STAGES).store(weights.to(gl.bfloat16))
+        fence_async_shared()
 
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, words))
-    pair = gl.arange(0, HALF, gl.SliceLayout(0, words))
-    both = gl.load(q_ptr + head[:, None] * HALF + pair[None, :])
-    q_smem.index(0).store((both & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True))
-    q_smem.index(1).store((both >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True))
-    fence_async_shared()
-    q_even = q_smem.index(0)
-    q_odd = q_smem.index(1)
+        for tile in range(1, num_tiles):
+            stage = count % STAGES
+            keys = _tile_keys(row_window_ptr, row_slots_ptr, tile, NUM_SELECTED, WINDOW_TILES, key_layout)
+            pending = _issue_scores(q_smem, keys_smem, full, count + 1, scores_layout)
+            tile_weights = weights_smem.index(stage)
+            next_even = warpgroup_mma(tile_weights, keys_smem.index(2 * stage), acc_even, is_async=True)
+            next_odd = warpgroup_mma(tile_weights, keys_smem.index(2 * stage + 1), acc_odd, is_async=True)
+            scores = warpgroup_mma_wait(2, deps=[pending])
+            weights, peak, sums, shrink, excess = _weigh(scores, keys, scale_log2, peak, sums)
+            narrow = weights.to(gl.bfloat16)
+            acc_even, acc_odd = warpgroup_mma_wait(0, deps=[next_even, next_odd])
+            mbarrier.arrive(empty.index(stage), count=1)
+            if excess > SLACK:
+                factor = gl.convert_layout(shrink, gl.SliceLayout(1, acc_layout))[:, None]
+                acc_even = acc_even * factor
+                acc_odd = acc_odd * factor
+            count += 1
+            weights_smem.index(count % STAGES).store(narrow)
+            fence_async_shared()
 
-    sink = gl.load(sink_ptr + gl.arange(0, HEADS, head_layout)) * LOG2_E
-    is_valid = _tile_is_valid(window_rows_ptr, slots_ptr, 0, num_selected, WINDOW_TILES, key_layout)
-    peak = sink
-    sums = _thread_sums(gl.zeros([HEADS, KEYS], gl.float32, scores_layout))
-    acc_even = gl.zeros([HEADS, HALF], gl.float32, acc_layout)
-    acc_odd = gl.zeros([HEADS, HALF], gl.float32, acc_layout)
-    pending = _issue_scores(q_even, q_odd, keys_smem, full, 0, scores_layout)
-    scores = warpgroup_mma_wait(0, deps=[pending])
-    weights, peak, sums, shrink, excess = _weigh(scores, is_valid, scale_log2, peak, sums)
-    weights_smem.index(0).store(weights.to(gl.bfloat16))
-    fence_async_shared()
-
-    for tile in range(num_tiles - 1):
-        stage = tile % STAGES
-        is_valid = _tile_is_valid(
-            window_rows_ptr, slots_ptr, tile + 1, num_selected, WINDOW_TILES, key_layout
-        )
-        pending = _issue_scores(q_even, q_odd, keys_smem, full, tile + 1, scores_layout)
+        mbarrier.arrive(q_empty, count=1)
+        stage = count % STAGES
         tile_weights = weights_smem.index(stage)
         next_even = warpgroup_mma(tile_weights, keys_smem.index(2 * stage), acc_even, is_async=True)
         next_odd = warpgroup_mma(tile_weights, keys_smem.index(2 * stage + 1), acc_odd, is_async=True)
-        scores = warpgroup_mma_wait(2, deps=[pending])
-        weights, peak, sums, shrink, excess = _weigh(scores, is_valid, scale_log2, peak, sums)
-        narrow = weights.to(gl.bfloat16)
+        total = gl.convert_layout(gl.sum(gl.sum(sums, 2), 1), head_layout) + gl.exp2(sink - peak)
+        factor = gl.convert_layout(KEY_UNIT / total, gl.SliceLayout(1, acc_layout))[:, None]
+        channel = gl.arange(0, HALF, gl.SliceLayout(0, acc_layout))
+        angle = channel - (HALF - ROPE_HALF)
+        at_angle = row.to(gl.int64) * ROPE_HALF + angle
+        cos = gl.load(cos_ptr + at_angle, mask=angle >= 0, other=1.0)[None, :]
+        sin = gl.load(sin_ptr + at_angle, mask=angle >= 0, other=0.0)[None, :]
         acc_even, acc_odd = warpgroup_mma_wait(0, deps=[next_even, next_odd])
         mbarrier.arrive(empty.index(stage), count=1)
-        if excess > SLACK:
-            factor = gl.convert_layout(shrink, gl.SliceLayout(1, acc_layout))[:, None]
-            acc_even = acc_even * factor
-            acc_odd = acc_odd * factor
-        weights_smem.index((tile + 1) % STAGES).store(narrow)
-        fence_async_shared()
-
-    stage = (num_tiles - 1) % STAGES
-    tile_weights = weights_smem.index(stage)
-    next_even = warpgroup_mma(tile_weights, keys_smem.index(2 * stage), acc_even, is_async=True)
-    next_odd = warpgroup_mma(tile_weights, keys_smem.index(2 * stage + 1), acc_odd, is_async=True)
-    total = gl.convert_layout(gl.sum(gl.sum(sums, 2), 1), head_layout) + gl.exp2(sink - peak)
-    factor = gl.convert_layout(KEY_UNIT / total, gl.SliceLayout(1, acc_layout))[:, None]
-    channel = gl.arange(0, HALF, gl.SliceLayout(0, acc_layout))
-    angle = channel - (HALF - ROPE_HALF)
-    cos = gl.load(cos_ptr + angle, mask=angle >= 0, other=1.0)[None, :]
-    sin = gl.load(sin_ptr + angle, mask=angle >= 0, other=0.0)[None, :]
-    acc_even, acc_odd = warpgroup_mma_wait(0, deps=[next_even, next_odd])
-    acc_even = acc_even * factor
-    acc_odd = acc_odd * factor
-    even = (acc_even * cos + acc_odd * sin).to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32)
-    odd = (acc_odd * cos - acc_even * sin).to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32)
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, acc_layout))
-    gl.store(out_ptr + head[:, None] * HALF + channel[None, :], (even & 0xFFFF) | (odd << 16))
+        count += 1
+        acc_even = acc_even * factor
+        acc_odd = acc_odd * factor
+        turned = [acc_even * cos + acc_odd * sin, acc_odd * cos - acc_even * sin]
+        both = gl.inline_asm_elementwise(NARROW_PAIR, "=r,r,r", turned, gl.int32, True, 1)
+        head = gl.arange(0, HEADS, gl.SliceLayout(1, acc_layout))
+        out_ptrs = out_ptr + row.to(gl.int64) * stride_out_row + head[:, None] * HALF + channel[None, :]
+        gl.store(out_ptrs, both)
 
 
 @gluon.jit
 def hopper_attention_kernel(
     q_ptr, ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
-    num_ring_rows, scale_log2, stride_q_row, stride_out_row,
+    num_rows, num_ring_rows, scale_log2, stride_q_row, stride_out_row,
     NUM_SELECTED: gl.constexpr, BLOCK_SELECTED: gl.constexpr, WINDOW_TILES: gl.constexpr,
     ROPE_HALF: gl.constexpr,
 ):  # fmt: skip
-    """``q`` and ``out`` as 32-bit words, two channels each; strides in words."""
-    row = gl.program_id(0).to(gl.int64)
-    q_ptr += row * stride_q_row
-    out_ptr += row * stride_out_row
-    window_rows_ptr += row * (WINDOW_TILES * KEYS)
-    cos_ptr += row * ROPE_HALF
-    sin_ptr += row * ROPE_HALF
-    slots_ptr += row * NUM_SELECTED
-    num_entry_tiles = 0
-    if NUM_SELECTED > 0:
-        flat: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-        place = gl.arange(0, BLOCK_SELECTED, flat)
-        slots = gl.load(slots_ptr + place, mask=place < NUM_SELECTED, other=-1)
-        # Tiles behind the last valid slot are left out: they would change no bit.
-        num_entry_tiles = gl.cdiv(gl.max(gl.where(slots >= 0, place + 1, 0), 0), KEYS)
-
+    """``q`` and ``out`` as 32-bit words, two channels each; strides in words. Programs take rows in turn."""
     half_tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    weights_tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, HALF], half_tile)
     keys_smem = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, KEYS, HALF], half_tile)
-    weights_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, HEADS, KEYS], half_tile)
+    weights_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, HEADS, KEYS], weights_tile)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=1)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    q_ptr, window_rows_ptr, slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
-                    WINDOW_TILES + num_entry_tiles, NUM_SELECTED, scale_log2 * KEY_UNIT,
-                    q_smem, keys_smem, weights_smem, full, empty, WINDOW_TILES, ROPE_HALF,
+                    window_rows_ptr, slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_rows,
+                    scale_log2 * KEY_UNIT, stride_out_row,
+                    q_smem, keys_smem, weights_smem, full, empty, q_full, q_empty,
+                    NUM_SELECTED, BLOCK_SELECTED, WINDOW_TILES, ROPE_HALF,
                 ),
             ),
             (
                 _produce,
                 (
-                    ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_ring_rows,
-                    num_entry_tiles, NUM_SELECTED, keys_smem, full, empty, WINDOW_TILES,
+                    q_ptr, ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_rows,
+                    num_ring_rows, stride_q_row, q_smem, keys_smem, full, empty, q_full, q_empty,
+                    NUM_SELECTED, BLOCK_SELECTED, WINDOW_TILES,
                 ),
             ),
         ],
         [4],
-        [96],
+        [120],
     )  # fmt: skip

@@ -134,9 +134,11 @@ def paged_sparse_attention(
     if runs_on_hopper_kernel(
         num_heads, head_dim, window, q.dtype, is_packed=is_packed, capability=_capability(q)
     ):
-        hopper_attention_kernel[(num_rows,)](
+        # Programs take rows in turn, so their number is no part of any result.
+        num_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+        hopper_attention_kernel[(min(num_rows, num_programs),)](
             q.view(torch.int32), ring, chunk, window_rows, entries, slots, sink, cos, sin,
-            out.view(torch.int32), ring.shape[0], scale_log2, q.stride(0) // 2, out.stride(0) // 2,
+            out.view(torch.int32), num_rows, ring.shape[0], scale_log2, q.stride(0) // 2, out.stride(0) // 2,
             NUM_SELECTED=num_selected, BLOCK_SELECTED=block_selected, WINDOW_TILES=window // KEYS.value,
             ROPE_HALF=rope_half, num_warps=8,
         )  # fmt: skip

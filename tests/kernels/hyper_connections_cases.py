@@ -14,6 +14,7 @@ from kernels.hyper_connections import (
     mix_streams,
     mix_streams_reference,
     read_streams,
+    split_mix_weight,
     update_streams,
     update_streams_reference,
 )
@@ -21,9 +22,13 @@ from tests.kernels.contract import Inputs, OpCase, Outputs, Tolerance
 
 FP32 = Tolerance(3e-6, 6e-6, "fp32 sums in another order; approximate divisions and exponentials")
 MIX = Tolerance(2e-5, 4e-5, "20480-long fp32 sums in another order, through sigmoids and 20 Sinkhorn rounds")
+UPDATED_MIX = Tolerance(
+    2e-4, 1e-3, "as MIX, of updated streams in which some values are one bfloat16 step off"
+)
 BF16 = Tolerance(4e-4, 8e-3, "as fp32; where that crosses a rounding boundary, one bfloat16 step")
 NORMED = Tolerance(1e-3, 8e-3, "one bfloat16 step in the collapsed row, and one in the normed one")
 OPTIONS = {"num_iterations": 20, "eps": 1e-6, "norm_eps": 1e-20}
+MIX_NAMES = ("mix_pre", "mix_post", "mix_comb")
 WEIGHTS = ("fn", "base", "scale")
 
 
@@ -37,6 +42,7 @@ def stream_inputs(
         return torch.randn(*shape, generator=g, device=device)
 
     comb = torch.softmax(randn(num_rows, 4, 4), -1)
+    fn = randn(24, 4 * width) * (4 * width) ** -0.5
     return {
         "y": randn(num_rows, width + 8).to(dtype)[:, :width],
         "streams": (randn(num_rows, 4, width) * torch.exp2(randn(num_rows, 4, 1))).to(dtype),
@@ -44,7 +50,7 @@ def stream_inputs(
         "post": 2 * torch.sigmoid(randn(num_rows, 4)),
         "comb": comb,
         "norm_weight": 1 + 0.1 * randn(width),
-        "fn": randn(24, 4 * width) * (4 * width) ** -0.5,
+        "fn": split_mix_weight(fn) if dtype == torch.bfloat16 else fn,
         "base": randn(24) * 0.5,
         "scale": 1 + 0.2 * randn(3),
     }
@@ -131,10 +137,7 @@ def stream_cases(
     tolerances = {
         "streams": FP32 if exact else BF16,
         "x": FP32 if exact else NORMED,
-        "mix_pre": MIX,
-        "mix_post": MIX,
-        "mix_comb": MIX,
-    }
+    } | dict.fromkeys(MIX_NAMES, MIX)
     kinds = {
         "mix": (run_mix, reference_mix, ("mix_pre", "mix_post", "mix_comb")),
         "expand": (run_expand, reference_expand, ("streams",)),
@@ -154,7 +157,7 @@ def stream_cases(
             outputs=lambda i, n, names=names: {k: v for k, v in like(n, i["y"].device).items() if k in names},
             run=run,
             reference=reference,
-            tolerances=tolerances,
+            tolerances=tolerances | ({} if kind != "update" else dict.fromkeys(MIX_NAMES, UPDATED_MIX)),
             row_counts=row_counts,
             needs_gpu=needs_gpu,
         )
@@ -163,7 +166,7 @@ def stream_cases(
 
 
 CASES = [
-    *stream_cases("fp32-96", 70, 96, torch.float32, (1, 5), False),
+    *stream_cases("fp32-96", 7, 96, torch.float32, (1, 5), False),
     *stream_cases("bf16-256", 70, 256, torch.bfloat16, (1, 5, 17), True),
     *stream_cases("bf16-5120", 300, 5120, torch.bfloat16, (1, 2, 3, 5, 16, 17, 64, 257), True),
 ]

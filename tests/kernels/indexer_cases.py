@@ -19,7 +19,6 @@ from kernels.indexer import (
     select_topk_reference,
 )
 from kernels.number_formats import pack_fp4_index, unpack_fp4_index
-from kernels.tree_sum import tree_sum
 from tests.kernels.contract import EXACT, ROW_COUNTS, Inputs, OpCase, Outputs, Tolerance
 
 ENTRIES_PER_BLOCK = 32
@@ -36,7 +35,9 @@ DECODE: Chunks = tuple((17 * i % 290 + 1, 1) for i in range(70))
 MIXED: Chunks = (*DECODE, (260, 75), (33, 3), (140, 1))
 
 
-def index_vectors(shape: tuple[int, ...], spread: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+def index_vectors(
+    shape: tuple[int, ...], spread: int, generator: torch.Generator, dtype: torch.dtype
+) -> Tensor:
     """Random vectors whose groups of 32 differ by up to ``2^spread``; packed for uint8."""
     x = torch.randn(shape, generator=generator)
     powers = torch.randint(0, spread + 1, (*shape[:-1], shape[-1] // 32), generator=generator)
@@ -73,7 +74,9 @@ def build(
         "keys": index_vectors((num_slots, dim), spread, g, dtype),
         "block_tables": tables,
     }
-    return {name: tensor.to(device) for name, tensor in inputs.items()} | {"max_entries": max(v for v, _ in chunks)}
+    return {name: tensor.to(device) for name, tensor in inputs.items()} | {
+        "max_entries": max(v for v, _ in chunks)
+    }
 
 
 ROW_INPUTS = ("q", "head_weights", "sequences", "num_visible", "blocks")
@@ -94,7 +97,9 @@ def wide_scores(inputs: Inputs) -> Outputs:
     """float64 scores of every entry."""
     pages = pages_of(inputs)
     entries = torch.arange(pages.max_entries, device=pages.keys.device)
-    slots = pages.block_tables[:, entries // ENTRIES_PER_BLOCK] * ENTRIES_PER_BLOCK + entries % ENTRIES_PER_BLOCK
+    slots = (
+        pages.block_tables[:, entries // ENTRIES_PER_BLOCK] * ENTRIES_PER_BLOCK + entries % ENTRIES_PER_BLOCK
+    )
     is_packed = pages.keys.dtype == torch.uint8
     keys = (unpack_fp4_index(pages.keys) if is_packed else pages.keys).double()
     q = (unpack_fp4_index(inputs["q"]) if is_packed else inputs["q"]).double()
@@ -103,7 +108,9 @@ def wide_scores(inputs: Inputs) -> Outputs:
     return {"scores": scores.masked_fill(entries >= pages.num_visible[:, None], float("-inf"))}
 
 
-def scores_case(name: str, chunks: Chunks, heads: int, dim: int, spread: int, dtype: torch.dtype, gpu: bool) -> OpCase:
+def scores_case(
+    name: str, chunks: Chunks, heads: int, dim: int, spread: int, dtype: torch.dtype, gpu: bool
+) -> OpCase:
     return OpCase(
         name=f"index_scores-{name}",
         build=partial(build, chunks=chunks, heads=heads, dim=dim, spread=spread, dtype=dtype),
@@ -125,7 +132,9 @@ def candidates_case(name: str, chunks: Chunks, heads: int, dim: int, spread: int
 
     def run(i: Inputs, out: Outputs) -> None:
         target = out["scores"][: i["q"].shape[0]]
-        candidate_scores(i["q"], i["head_weights"], pages_of(i), i["blocks"], block_size=BLOCK_SIZE, out=target)
+        candidate_scores(
+            i["q"], i["head_weights"], pages_of(i), i["blocks"], block_size=BLOCK_SIZE, out=target
+        )
 
     def reference(i: Inputs) -> Outputs:
         arguments = (i["q"], i["head_weights"], pages_of(i), i["blocks"])
@@ -135,7 +144,9 @@ def candidates_case(name: str, chunks: Chunks, heads: int, dim: int, spread: int
         name=f"candidate_scores-{name}",
         build=partial(build, chunks=chunks, heads=heads, dim=dim, spread=spread, dtype=dtype),
         row_inputs=ROW_INPUTS,
-        outputs=lambda i, n: {"scores": torch.empty((n, i["blocks"].shape[1] * BLOCK_SIZE), device=i["q"].device)},
+        outputs=lambda i, n: {
+            "scores": torch.empty((n, i["blocks"].shape[1] * BLOCK_SIZE), device=i["q"].device)
+        },
         run=run,
         reference=reference,
         tolerances={"scores": HEAD_SUM},
@@ -144,12 +155,16 @@ def candidates_case(name: str, chunks: Chunks, heads: int, dim: int, spread: int
     )
 
 
-def build_values(seed: int, device: torch.device, *, num_rows: int, num_values: int, is_coarse: bool) -> Inputs:
+def build_values(
+    seed: int, device: torch.device, *, num_rows: int, num_values: int, is_coarse: bool
+) -> Inputs:
     """Random values, coarse ones with many ties; limits from none to all."""
     g = torch.Generator().manual_seed(seed)
     values = torch.randn((num_rows, num_values), generator=g)
     if is_coarse:
-        values = (values * 2).round() / 2 * torch.where(torch.rand(values.shape, generator=g) < 0.5, 1.0, -1.0)
+        values = (
+            (values * 2).round() / 2 * torch.where(torch.rand(values.shape, generator=g) < 0.5, 1.0, -1.0)
+        )
         values[torch.rand(values.shape, generator=g) < 0.3] = float("-inf")
     limits = torch.randint(0, num_values + 1, (num_rows,), generator=g)
     limits[: num_rows // 2] = num_values - torch.arange(num_rows // 2)
@@ -182,7 +197,16 @@ def topk_case(name: str, num_values: int, k: int, *, is_coarse: bool, pins: bool
 
 
 def entries_case(
-    name: str, chunks: Chunks, heads: int, dim: int, spread: int, dtype: torch.dtype, k: int, *, listed: bool, gpu: bool
+    name: str,
+    chunks: Chunks,
+    heads: int,
+    dim: int,
+    spread: int,
+    dtype: torch.dtype,
+    k: int,
+    *,
+    listed: bool,
+    gpu: bool,
 ) -> OpCase:
     """Selection equals a full sort of the op's own scores, which has its own cases."""
     num_blocks = 0 if listed else max(k // 4, 2)

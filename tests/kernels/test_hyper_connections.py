@@ -11,6 +11,7 @@ from kernels.hyper_connections import (
     expand_streams,
     mix_streams,
     read_streams,
+    split_mix_weight,
     update_streams,
 )
 from tests.kernels.contract import Gate, OpCase, contract_device, contract_params, equal_bytes
@@ -28,7 +29,7 @@ def test_contract(case: OpCase, gate: Gate) -> None:
     ids=["small", "release"],
 )
 def test_the_fused_pass_gives_the_bytes_of_its_parts(width: int, dtype: torch.dtype) -> None:
-    i = stream_inputs(3, contract_device(), 66, width, dtype)
+    i = stream_inputs(3, contract_device(), 5, width, dtype)
     weights = (i["fn"], i["base"], i["scale"])
     fused = update_streams(i["y"], i["streams"], old_mix(i), i["pre"], i["norm_weight"], *weights, **OPTIONS)
     expanded = expand_streams(i["y"], i["streams"], i["post"], i["comb"])
@@ -44,8 +45,18 @@ def test_the_fused_pass_gives_the_bytes_of_its_parts(width: int, dtype: torch.dt
 
 
 def test_parts_follow_from_the_width_alone() -> None:
-    assert choose_config(5120).part == 256
-    assert choose_config(96).part == 128
+    release = choose_config(5120)
+    assert (release.product_rows, release.product_part, release.pass_block) == (128, 2048, 512)
+    assert choose_config(96).product_part == 128
+
+
+def test_pieces_add_up_to_the_weight() -> None:
+    fn = torch.randn(24, 100, generator=torch.Generator().manual_seed(1)) * torch.tensor([1e-3, 1.0]).repeat(
+        50
+    )
+    pieces = split_mix_weight(fn)
+    assert pieces.dtype == torch.bfloat16
+    assert equal_bytes(pieces[0].float() + pieces[1].float() + pieces[2].float(), fn)
 
 
 def test_streams_may_be_updated_in_place() -> None:
