@@ -19,6 +19,7 @@ from jobs.config import load_job
 from jobs.job_plan import plan_job, with_absolute_paths
 from pipelines.chat import ChatOptions
 from pipelines.commits import try_read_commit
+from pipelines.committed_rows import sample_committed_rows
 from pipelines.driver import Outcome
 from pipelines.manifest import OutputFolder, check_folder
 from pipelines.plan import PartOptions, Plan
@@ -69,6 +70,8 @@ def test_json_lines_hold_every_column(tmp_path: Path, folder: OutputFolder) -> N
     assert {name: first[name] for name in columns} == expected
     assert {name: second[name] for name in columns} == {**dict.fromkeys(columns), "score": 0.1}
     assert (first["row_id"], second["error"]) == ("in.parquet#0", "null_prompt")
+    with pytest.raises(ConfigError, match="has no Parquet parts"):
+        sample_committed_rows(folder, plan, 1, random.Random(0))
 
 
 @pytest.mark.parametrize("part_format", ["parquet", "jsonl"])
