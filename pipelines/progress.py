@@ -39,7 +39,7 @@ class ProgressLine:
         num_ranks: int,
         is_last: bool = False,
     ) -> None:
-        """Bring the line up to date. The rates are of the last moments, the hit rate is this run's."""
+        """Bring the line up to date. The rates are of the moment, on the last line of the whole run."""
         facts = (
             f"prefill {prefill_tokens_per_s:.0f} tok/s, decode {decode_tokens_per_s:.0f} tok/s, "
             f"{cache_hit_rate:.0%} cached, {num_errors} errors, {num_ranks} ranks"
