@@ -97,6 +97,13 @@ def test_mirror_writes_a_part_of_each_input_file_under_its_name(
         check_folder(folder, plan)
 
 
+def test_mirror_refuses_two_inputs_for_one_name(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "in" / "a", [[1]])
+    write_prompts(tmp_path / "in" / "a.parquet", [[1]])
+    with pytest.raises(ConfigError, match=r"mirror gives the name 'a\.parquet' to two files"):
+        make_plan(tmp_path / "in" / "a*", parts=PartOptions(layout="mirror"))
+
+
 def test_row_groups_have_the_size_that_is_asked_for(tmp_path: Path, folder: OutputFolder) -> None:
     write_prompts(tmp_path / "in.parquet", random_prompts(random.Random(3), 100))
     plan = make_plan(tmp_path / "in.parquet", 100, parts=PartOptions(row_group_rows=40))
