@@ -176,7 +176,7 @@ def batch_prefill(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(job: JobConfig) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log_to_stderr()
     from jobs.cluster import run_job
 
     return run_job(job)
@@ -197,8 +197,14 @@ def _plan(job: JobConfig, parsed: argparse.Namespace) -> int:
     return EXIT_REFUSED if found.obstacles else 0
 
 
-def _verify(parsed: argparse.Namespace) -> int:
+def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for library in ("aiobotocore", "botocore", "datasets", "fsspec", "httpx", "s3fs"):
+        logging.getLogger(library).setLevel(logging.WARNING)  # they tell of every request
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    _log_to_stderr()
     from jobs.verify import verify_output
 
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from itertools import islice
 from typing import Protocol
@@ -21,7 +22,9 @@ from pipelines.shared_prefixes import shared_prefix_ends
 from pipelines.sink import JournalWriter
 from pipelines.source import Shard
 
-_LOOK_AHEAD_TOKENS = 1 << 21  # rendered prompts that wait for their turn: some 70 MB
+_LOOK_AHEAD_TOKENS = 1 << 20  # rendered prompts that wait for their turn: some 35 MB, and as many behind them
+
+_Rendered = tuple[int, Request | RequestRejected]
 
 
 class Renderer(Protocol):
@@ -31,22 +34,51 @@ class Renderer(Protocol):
 
 
 class LeaseReader:
-    """The rows of one lease, each with its request or the reason why it is none."""
+    """The rows of one lease, each with its request or the reason why it is none.
 
-    def __init__(self, lease: Lease, shard: Shard, cache: ShardCache, journal: JournalWriter) -> None:
+    Rows are rendered a few at a time on ``executor``, the next few while those before them run: reading and
+    tokenizing hold up no step. Each knows where it parts from those rendered with it.
+    """
+
+    def __init__(
+        self, lease: Lease, shard: Shard, cache: ShardCache, journal: JournalWriter, executor: Executor
+    ) -> None:
         self._lease, self._shard, self._cache, self._journal = lease, shard, cache, journal
+        self._executor = executor
+        self._numbers = lease.rows
         self._rows = self._read()
-        self._ahead: deque[tuple[int, Request | RequestRejected]] = deque()
+        self._ahead: deque[_Rendered] = deque()
+        self._next: Future[list[_Rendered]] | None = None
+        self._num_started = self._num_rendered = 0
 
-    def take(self, renderer: Renderer, look_ahead: int) -> tuple[int, Request | RequestRejected]:
-        """The next row's number and request; up to ``look_ahead`` rows are rendered together with it.
+    def begin(self, renderer: Renderer, look_ahead: int) -> None:
+        """See to it that the next ``look_ahead`` rows are rendered; of a solo lease it is one.
 
-        Each of them then knows where it parts from the others. They are suspects from here on, so of a
-        solo lease it is one.
+        They are suspects from here on: if one kills this process, its name has to be on the list.
         """
+        num_rows = len(self._numbers)
+        if self._next is not None or self._num_rendered == num_rows:
+            return
+        stop = min(self._num_rendered + (1 if self._lease.is_solo else look_ahead), num_rows)
+        if stop > self._num_started:
+            self._journal.start(self._numbers[self._num_started : stop])
+            self._num_started = stop
+        self._next = self._executor.submit(self._render, renderer, stop - self._num_rendered)
+
+    def try_take(self, renderer: Renderer, look_ahead: int, *, may_wait: bool) -> _Rendered | None:
+        """The next row's number and request; None if it is not rendered yet and nobody is to wait for it."""
         if not self._ahead:
-            self._render(renderer, 1 if self._lease.is_solo else look_ahead)
-        return self._ahead.popleft()
+            self.begin(renderer, look_ahead)
+            assert self._next is not None, "every row was taken"
+            if not (may_wait or self._next.done()):
+                return None
+            self._ahead.extend(self._next.result())
+            self._num_rendered += len(self._ahead)
+            self._next = None
+        found = self._ahead.popleft()
+        if not self._lease.is_solo:
+            self.begin(renderer, look_ahead)
+        return found
 
     def _read(self) -> Iterator[tuple[int, pa.RecordBatch, int]]:
         for start, stop in self._lease.ranges:
@@ -56,12 +88,10 @@ class LeaseReader:
                     yield row + i, batch, i
                 row += batch.num_rows
 
-    def _render(self, renderer: Renderer, max_num_rows: int) -> None:
-        rendered: list[tuple[int, Request | RequestRejected]] = []
+    def _render(self, renderer: Renderer, max_num_rows: int) -> list[_Rendered]:
+        rendered: list[_Rendered] = []
         num_tokens = 0
         for row, batch, index in islice(self._rows, max_num_rows):
-            # Before the row is touched: if it kills this process, its name has to be on the list.
-            self._journal.start([row])
             try:
                 request = renderer.render(read_values(batch, index), self._shard.row_id(row))
             except RequestRejected as rejected:
@@ -73,10 +103,10 @@ class LeaseReader:
                 break
         prompts = [found.prompt_token_ids for _, found in rendered if isinstance(found, Request)]
         ends = iter(shared_prefix_ends(prompts))
-        self._ahead.extend(
+        return [
             (row, replace(found, prefix_ends=next(ends)) if isinstance(found, Request) else found)
             for row, found in rendered
-        )
+        ]
 
 
 def read_values(batch: pa.RecordBatch, index: int) -> dict[str, object]:

@@ -88,6 +88,7 @@ class RankActor:
             lambda: build_serving(spec),
             publisher=ThreadPoolExecutor(1, "publisher"),
             syncer=ThreadPoolExecutor(1, "syncer"),
+            renderer=ThreadPoolExecutor(1, "renderer"),
         )
         threading.Thread(target=self._worker.run, name="step-loop", daemon=True).start()
 

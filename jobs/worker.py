@@ -74,7 +74,8 @@ class RankWorker:
     """Runs leases on one engine. ``run`` or ``turn`` belongs to one thread, ``exchange`` to another.
 
     ``build`` makes the engine when it is first needed. Parts are assembled on ``publisher``, journals
-    synced on ``syncer``, so that neither disk holds up a step.
+    synced on ``syncer``, rows read and tokenized on ``renderer``, which has one thread: none of them holds
+    up a step.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class RankWorker:
         *,
         publisher: Executor,
         syncer: Executor,
+        renderer: Executor,
     ) -> None:
         self._folder, self._plan, self._run, self._build = folder, plan, run, build
-        self._publisher, self._syncer = publisher, syncer
+        self._publisher, self._syncer, self._renderer = publisher, syncer, renderer
         columns = plan.contract.render_columns
         self._cache = ShardCache(RowReader(plan.root, plan.kind, plan.files, columns))
         self._part_reader = RowReader(plan.root, plan.kind, plan.files, plan.contract.passed.names)
@@ -179,7 +181,7 @@ class RankWorker:
             lease = self._new_leases[0]
             shard = self._plan.shards[lease.shard_index]
             journal = JournalWriter(self._folder, self._plan, shard.index, self._run, lease.lease_id)
-            rows = LeaseReader(lease, shard, self._cache, journal)
+            rows = LeaseReader(lease, shard, self._cache, journal, self._renderer)
             run = _LeaseRun(lease=lease, shard=shard, journal=journal, rows=rows)
             with self._changed:
                 self._leases.append(run)
@@ -200,15 +202,27 @@ class RankWorker:
             run = next((run for run in self._leases if not run.is_read), None)
             if run is None or (run.lease.is_solo and self._in_flight):
                 break
-            added = self._add_next_row(serving, run)
+            added = self._try_add_row(serving, run)
+            if added is None:
+                break
             num_waiting += added > 0
             num_tokens += added
+        self._render_ahead(serving)
         del self._prompt_lengths[: -(serving.capacity + few)]
 
-    def _add_next_row(self, serving: Serving, run: _LeaseRun) -> int:
-        """Add the lease's next row; its prompt tokens, 0 when it was refused."""
-        # Rows rendered ahead are suspects too: fewer than the engine runs at once.
-        row, request = run.rows.take(serving.renderer, max(2, serving.capacity // 2))
+    def _render_ahead(self, serving: Serving) -> None:
+        """Have the next lease's first rows ready when this one's last are taken."""
+        waiting = [run for run in self._leases if not run.is_read and not run.lease.is_solo]
+        for run in waiting[:2]:
+            run.rows.begin(serving.renderer, _look_ahead(serving))
+
+    def _try_add_row(self, serving: Serving, run: _LeaseRun) -> int | None:
+        """Add the lease's next row; its prompt tokens, 0 when it was refused, None when it is not ready."""
+        may_wait = not serving.engine.has_unfinished()
+        found = run.rows.try_take(serving.renderer, _look_ahead(serving), may_wait=may_wait)
+        if found is None:
+            return None
+        row, request = found
         run.num_read += 1
         run.is_read = run.num_read == run.lease.num_rows
         try:
@@ -335,3 +349,8 @@ class RankWorker:
         with self._changed:
             self._has_news = True
             self._changed.notify_all()
+
+
+def _look_ahead(serving: Serving) -> int:
+    """Rows rendered together, as many again behind them: all are suspects, so no more than run at once."""
+    return max(2, serving.capacity // 2)

@@ -129,10 +129,10 @@ def check_destination(folder: OutputFolder, plan: Plan) -> None:
     if url is None:
         return
     check_store(url)
-    ours = {f(shard.index) for f in (plan.part_name, plan.errors_name) for shard in plan.shards}
+    ours = set(plan.output_names()) if folder.plan_file.is_file() else set()
     for name in list_names(url):
         is_hidden = any(piece.startswith((".", "_")) for piece in name.split("/"))
-        if not is_hidden and (name not in ours or not folder.plan_file.is_file()):
+        if not is_hidden and name not in ours:
             raise ConfigError(f"output.path {url!r} holds {name!r}, which is not this job's")
 
 

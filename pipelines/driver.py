@@ -344,6 +344,7 @@ class Driver:
         is_barren = not state.has_finished_rows and (bool(leases) or not state.capacity)
         state.is_live, state.capacity = False, 0
         self._watch.lose_rank(slot)
+        self._watch.save()  # before its rows are marked by it
         for lease in leases:
             path = self._folder.journal_file(lease.shard_index, self._run, lease.lease_id)
             found = read_journal_state(self._plan, path)

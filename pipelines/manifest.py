@@ -1,4 +1,4 @@
-"""The job on disk: the layout of the output folder, its plan, run numbers, and what is committed.
+"""The job on disk: the layout of the output folder, its plan, run numbers and the lock.
 
 Owns every name under the output folder and the rule that a folder belongs to one plan for ever. It
 must not know how rows are answered or who answers them.
@@ -164,18 +164,10 @@ def check_folder(folder: OutputFolder, plan: Plan) -> None:
         difference = describe_difference(load_plan(folder), plan)
         if difference is not None:
             raise ConfigError(f"output folder {str(folder.path)!r} holds another job: {difference}")
-    ours = set(_part_names(plan)) if has_plan else set()
+    ours = set(plan.output_names()) if has_plan and plan.parts.url is None else set()
     for path in sorted(_visible_files(folder)):
         if path not in ours:
             raise ConfigError(f"output folder {str(folder.path)!r} holds {path!r}, which is not this job's")
-
-
-def _part_names(plan: Plan) -> Iterator[str]:
-    if plan.parts.url is None:
-        for shard in plan.shards:
-            yield plan.part_name(shard.index)
-            if plan.parts.format == "openai_batch":
-                yield plan.errors_name(shard.index)
 
 
 def _visible_files(folder: OutputFolder) -> Iterator[str]:

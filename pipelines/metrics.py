@@ -146,16 +146,19 @@ class RunWatch:
         """Say how far the run is, to whom it is due."""
         now = time.monotonic()
         self._update_record(rows, now)
-        elapsed = now - self._started
+        elapsed = max(now - self._started, 1e-3)
         # Dense while a run is young, so that a short one has a picture too; a long one keeps a short file.
         interval_s = min(_LONGEST_INTERVAL_S, max(_SHORTEST_INTERVAL_S, elapsed / 100))
         if is_last or now - self._line_at >= interval_s:
             self._write_line(rows, now)
         record = self.record
+        rates = self._rates
+        if is_last:
+            rates = (record.num_prefill_tokens / elapsed, record.num_decode_tokens / elapsed)
         self._progress.show(
             rows.num_ok + rows.num_error,
-            prefill_tokens_per_s=self._rates[0],
-            decode_tokens_per_s=self._rates[1],
+            prefill_tokens_per_s=rates[0],
+            decode_tokens_per_s=rates[1],
             cache_hit_rate=record.num_cached_tokens / max(record.num_prompt_tokens, 1),
             num_errors=rows.num_error,
             num_ranks=self._num_live_ranks,
@@ -190,9 +193,12 @@ class RunWatch:
     def _write_line(self, rows: RowCounts, now: float) -> None:
         record = self.record
         tokens = (record.num_prefill_tokens, record.num_decode_tokens)
-        lasted = max(now - self._line_at, 1e-3)
-        prefill, decode = ((new - old) / lasted for new, old in zip(tokens, self._line_tokens, strict=True))
-        self._line_at, self._line_tokens, self._rates = now, tokens, (prefill, decode)
+        lasted = now - self._line_at
+        if lasted >= _SHORTEST_INTERVAL_S / 2 or self._rates == (0.0, 0.0):
+            # The last line may follow so soon on another that a rate of its own would be noise.
+            prefill, decode = (new - old for new, old in zip(tokens, self._line_tokens, strict=True))
+            self._rates = (prefill / max(lasted, 1e-3), decode / max(lasted, 1e-3))
+        self._line_at, self._line_tokens = now, tokens
         stats = [state.stats for state in self._ranks.values()]
         num_blocks = sum(one.num_kv_blocks for one in stats)
         num_free = sum(one.num_free_blocks for one in stats)
@@ -211,8 +217,8 @@ class RunWatch:
             num_cached_tokens=record.num_cached_tokens,
             num_completion_tokens=record.num_completion_tokens,
             num_rank_deaths=record.num_rank_deaths,
-            prefill_tokens_per_s=round(prefill, 3),
-            decode_tokens_per_s=round(decode, 3),
+            prefill_tokens_per_s=round(self._rates[0], 3),
+            decode_tokens_per_s=round(self._rates[1], 3),
         )
         # One write of one whole line: a reader, or a kill, never sees half of an older one.
         with open(self._folder.metrics_file(record.run), "ab", buffering=0) as file:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from engine.errors import ConfigError
 from pipelines.schema import ColumnContract
 from pipelines.source import InputFile, InputSet, Shard, SourceKind, plan_shards
 
@@ -74,6 +76,13 @@ class Plan:
         if self.parts.layout == "mirror":
             return str(name.with_suffix(".errors.jsonl"))
         return str(name.with_name(name.name.replace("part-", "errors-", 1)))
+
+    def output_names(self) -> Iterator[str]:
+        """Every name that the job may give to a file of its output."""
+        for shard in self.shards:
+            yield self.part_name(shard.index)
+            if self.parts.format == "openai_batch":
+                yield self.errors_name(shard.index)
 
     @property
     def num_rows(self) -> int:
@@ -156,10 +165,10 @@ def build_plan(
     settings: Mapping[str, Any],
     parts: PartOptions = PartOptions(),
 ) -> Plan:
-    """The plan of a job over ``found``."""
+    """The plan of a job over ``found``. Raises ``ConfigError`` if two parts would have one name."""
     # Once through JSON, so that a plan compares equal to itself read back (tuples become lists).
     plain = json.loads(json.dumps(dict(settings)))
-    return Plan(
+    plan = Plan(
         root=found.root,
         kind=found.kind,
         files=found.files,
@@ -168,6 +177,10 @@ def build_plan(
         contract=contract,
         parts=parts,
     )
+    repeated = [name for name, count in Counter(plan.output_names()).items() if count > 1]
+    if repeated:
+        raise ConfigError(f"output.layout {parts.layout} gives the name {repeated[0]!r} to two files")
+    return plan
 
 
 def describe_difference(old: Plan, new: Plan) -> str | None:

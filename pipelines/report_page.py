@@ -78,7 +78,7 @@ def build_page(name: str, status: JobStatus, runs: Sequence[RunRecord], lines: S
         f'<div class="plots">{"".join([*_time_plots(lines), *_length_plots(status)])}</div>',
         _tokens(status),
         _errors(status),
-        _runs(runs),
+        _runs(runs, is_running=status.is_running),
         _facts(status),
     ]
     return (
@@ -225,20 +225,24 @@ def _errors(status: JobStatus) -> str:
     return _table("Error rows by reason", ("reason", "rows", "of all rows"), rows)
 
 
-def _runs(runs: Sequence[RunRecord]) -> str:
+def _runs(runs: Sequence[RunRecord], *, is_running: bool) -> str:
+    # A run that could not say how it ended was killed, unless it is still at it.
+    ends = ["killed" if run.outcome == "running" else run.outcome for run in runs]
+    if is_running and runs:
+        ends[-1] = runs[-1].outcome
     rows = [
         (
             f"{run.run}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started_at)),
             str(timedelta(seconds=round(run.seconds))),
-            run.outcome,
+            end,
             f"{run.num_ranks}",
             f"{run.num_reused:,}",
             f"{run.num_run:,}",
             short_number((run.num_prefill_tokens + run.num_decode_tokens) / max(run.seconds, 1e-9)),
             f"{run.num_rank_deaths}",
         )
-        for run in runs
+        for run, end in zip(runs, ends, strict=True)
     ]
     names = (
         "run",

@@ -6,6 +6,7 @@ Owns folders, globs and file systems; it must not know what is in a file.
 from __future__ import annotations
 
 import glob
+import io
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from engine.errors import ConfigError
 
 _BLOCK_BYTES = 4 << 20
 """What is fetched at once of a remote file. A few dozen such blocks are kept of each open file."""
+
+_BUFFER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class Location:
             return open(os.path.join(self.root, name), "rb")
         file_system, root = self._file_system
         path = f"{root.rstrip('/')}/{name}"
-        return cast(IO[bytes], file_system.open(path, "rb", block_size=_BLOCK_BYTES, cache_type="blockcache"))
+        raw = file_system.open(path, "rb", block_size=_BLOCK_BYTES, cache_type="blockcache")
+        # Some stores' files lack parts of the protocol, and read lines slowly.
+        return io.BufferedReader(cast(io.RawIOBase, raw), _BUFFER_BYTES)
 
 
 def is_url(path: str) -> bool:

@@ -53,7 +53,8 @@ def line_chart(
 ) -> str:
     """Lines over seconds, filled below; a dashed line at each of ``marks``. ``top`` fixes the scale's end."""
     last_x = max(xs[-1], 1e-9)
-    ticks = _ticks(top if top is not None else max((max(s.values) for s in series), default=0.0))
+    thinned = [_thinned(xs, one.values) for one in series]
+    ticks = _ticks(top if top is not None else max(y for points in thinned for _, y in points))
     high = ticks[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -67,8 +68,8 @@ def line_chart(
     for mark in marks:
         x = place(mark, 0)[0]
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-    for one in series:
-        points = [place(x, y) for x, y in _thinned(xs, one.values)]
+    for one, values in zip(series, thinned, strict=True):
+        points = [place(x, y) for x, y in values]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         base = _HEIGHT - _BOTTOM
         area = f"{points[0][0]:.1f},{base} {path} {points[-1][0]:.1f},{base}"

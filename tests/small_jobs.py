@@ -135,7 +135,7 @@ class InProcessFleet:
 
         inline = InlineExecutor()
         self.workers[slot] = RankWorker(
-            self._folder, self._plan, self._run, build, publisher=inline, syncer=inline
+            self._folder, self._plan, self._run, build, publisher=inline, syncer=inline, renderer=inline
         )
         self.exchange(slot, Orders())
 

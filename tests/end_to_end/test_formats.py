@@ -19,6 +19,7 @@ from jobs.config import load_job
 from jobs.job_plan import plan_job, with_absolute_paths
 from pipelines.chat import ChatOptions
 from pipelines.commits import try_read_commit
+from pipelines.committed_rows import sample_committed_rows
 from pipelines.driver import Outcome
 from pipelines.manifest import OutputFolder, check_folder
 from pipelines.plan import PartOptions, Plan
@@ -69,6 +70,8 @@ def test_json_lines_hold_every_column(tmp_path: Path, folder: OutputFolder) -> N
     assert {name: first[name] for name in columns} == expected
     assert {name: second[name] for name in columns} == {**dict.fromkeys(columns), "score": 0.1}
     assert (first["row_id"], second["error"]) == ("in.parquet#0", "null_prompt")
+    with pytest.raises(ConfigError, match="has no Parquet parts"):
+        sample_committed_rows(folder, plan, 1, random.Random(0))
 
 
 @pytest.mark.parametrize("part_format", ["parquet", "jsonl"])
@@ -92,6 +95,13 @@ def test_mirror_writes_a_part_of_each_input_file_under_its_name(
     (folder.path / "sub" / "c.parquet").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"holds 'sub/c\.parquet', which is not this job's"):
         check_folder(folder, plan)
+
+
+def test_mirror_refuses_two_inputs_for_one_name(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "in" / "a", [[1]])
+    write_prompts(tmp_path / "in" / "a.parquet", [[1]])
+    with pytest.raises(ConfigError, match=r"mirror gives the name 'a\.parquet' to two files"):
+        make_plan(tmp_path / "in" / "a*", parts=PartOptions(layout="mirror"))
 
 
 def test_row_groups_have_the_size_that_is_asked_for(tmp_path: Path, folder: OutputFolder) -> None:

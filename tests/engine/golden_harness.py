@@ -79,6 +79,13 @@ def load_model(
     return LoadedModel(config, shape, tables, model, dtype, device)
 
 
+def add_rounding_noise(model: DeepseekV41Model, seed: int | None) -> None:
+    """Change the embedding by about one last bit, so that values at the edge of a rounding step may fall otherwise."""
+    if seed is not None:
+        noise = torch.randn(model._embed.shape, generator=torch.Generator().manual_seed(seed))
+        model._embed = model._embed * (1 + 1e-7 * noise)
+
+
 @dataclass(slots=True)
 class PromptRun:
     """One prompt on its way: which chunks are left, and what its rows gave."""

@@ -55,7 +55,9 @@ class Rank:
             )
 
         inline = InlineExecutor()
-        self.worker = RankWorker(self.folder, self.plan, 1, build, publisher=inline, syncer=inline)
+        self.worker = RankWorker(
+            self.folder, self.plan, 1, build, publisher=inline, syncer=inline, renderer=inline
+        )
 
     def exchange(self, **orders: object) -> RankReport:
         return self.worker.exchange(Orders(**orders), 0.0)  # type: ignore[arg-type]
@@ -215,8 +217,20 @@ def test_samples_share_one_row(tmp_path: Path) -> None:
 def test_the_loop_and_the_exchange_run_side_by_side(tmp_path: Path) -> None:
     prompts = random_prompts(random.Random(4), 60)
     rank = Rank(tmp_path, prompts)
-    with ThreadPoolExecutor(1) as publisher, ThreadPoolExecutor(1) as syncer:
-        worker = RankWorker(rank.folder, rank.plan, 1, rank.worker._build, publisher=publisher, syncer=syncer)
+    with (
+        ThreadPoolExecutor(1) as publisher,
+        ThreadPoolExecutor(1) as syncer,
+        ThreadPoolExecutor(1) as renderer,
+    ):
+        worker = RankWorker(
+            rank.folder,
+            rank.plan,
+            1,
+            rank.worker._build,
+            publisher=publisher,
+            syncer=syncer,
+            renderer=renderer,
+        )
         thread = threading.Thread(target=worker.run)
         thread.start()
         reports = [worker.exchange(Orders(prepare=True, leases=(lease(1, (0, 60)),)), 0.2)]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import io
+import fcntl
 import json
+import os
+import pty
 import random
+import struct
+import termios
 from pathlib import Path
 
 import pyarrow as pa
@@ -102,21 +106,32 @@ def test_rates_cost_and_idle_time(tmp_path: Path, folder: OutputFolder) -> None:
     assert 0 < status.effort.tail_idle_rank_s <= record.seconds
 
 
-def test_on_a_terminal_there_is_one_line_that_counts_from_where_the_job_was() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    stream = Terminal()
-    line = ProgressLine(100, 40, stream)
-    facts = {"prefill_tokens_per_s": 5.0, "decode_tokens_per_s": 7.0, "cache_hit_rate": 0.5}
-    for done in (50, 70, 100):
-        line.show(done, **facts, num_errors=0, num_ranks=1)
-    line.close()
-    text = stream.getvalue()
-    assert "\n" not in text.rstrip("\n")
-    assert "40/100" in text.split("\r")[1]
-    assert "100/100" in text.split("\r")[-1]
+@pytest.mark.parametrize("columns", [120, 0])
+def test_a_terminal_has_one_line_unless_it_has_no_width(columns: int) -> None:
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(writer, "w") as stream:
+        line = ProgressLine(100, 40, stream)
+        for done in (50, 70, 100):
+            line.show(
+                done,
+                prefill_tokens_per_s=5.0,
+                decode_tokens_per_s=7.0,
+                cache_hit_rate=0.5,
+                num_errors=3,
+                num_ranks=1,
+                is_last=done == 100,
+            )
+        line.close()
+        text = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    *shown, rest = text.replace("\r\n", "\n").rpartition("\n")
+    assert rest == ""
+    assert "\n" not in shown[0]
+    last = shown[0].rpartition("\r")[2]
+    assert "100/100" in last
+    assert "3 errors" in last
+    assert ("40/100" in text) == (columns > 0)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -20,7 +20,7 @@ from pipelines.manifest import OutputFolder, check_folder
 from pipelines.object_store import check_store, put_once
 from pipelines.plan import PartOptions
 from pipelines.report import read_status
-from pipelines.source import find_input
+from pipelines.source import RowReader, find_input
 from tests.fake_engine import expected_text
 from tests.small_jobs import check_answers, make_plan, random_prompts, start_run, write_prompts
 
@@ -181,6 +181,18 @@ def test_what_else_lies_there_is_refused(store: s3fs.S3FileSystem, tmp_path: Pat
     store.pipe_file("box/out/part-00000-of-00001.parquet", b"of another job")
     with pytest.raises(ConfigError, match=r"holds 'part-00000-of-00001\.parquet', which is not this job's"):
         check_destination(OutputFolder(tmp_path / "state"), plan)
+
+
+def test_text_files_in_a_store(store: s3fs.S3FileSystem) -> None:
+    store.pipe_file("box/in/a.csv", b"prompt\n" + b"".join(b"%d\n" % i for i in range(500)))
+    store.pipe_file("box/in/a.jsonl", b"".join(b'{"prompt": "%d"}\n' % i for i in range(500)))
+    for name in ("a.csv", "a.jsonl"):
+        found = find_input(f"s3://box/in/{name}")
+        reader = RowReader(found.root, found.kind, found.files, ["prompt"])
+        for start, stop in ((400, 440), (7, 8)):
+            values = [v for batch in reader.read(name, start, stop) for v in batch.column(0).to_pylist()]
+            assert values == list(map(str, range(start, stop)))
+        reader.close()
 
 
 @pytest.mark.parametrize("url", ["s3://nobucket/in", "s3://nobucket/in/*.parquet"])

@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from pipelines.driver import StopRequest
-from pipelines.manifest import OutputFolder
+from pipelines.manifest import OutputFolder, claim_run
+from pipelines.report import RunRecord
 from tests.small_jobs import make_plan, random_prompts, start_run, write_prompts
 
 VOID = {"meta", "line", "rect", "polygon", "polyline"}
@@ -54,6 +55,7 @@ def test_the_page_is_whole_in_itself_and_says_what_happened(tmp_path: Path) -> N
     driver.request_stop(StopRequest.NOW)
     driver.run()
     assert "stopped" in Page(folder.page_file.read_text()).texts
+    RunRecord(run=claim_run(folder)).save(folder)  # a run that was killed
     start_run(folder, plan)[0].run()
     text = folder.page_file.read_text()
     page = Page(text)
@@ -66,6 +68,7 @@ def test_the_page_is_whole_in_itself_and_says_what_happened(tmp_path: Path) -> N
         "a <b> & c",
         "finished",
         "null_prompt",
+        "killed",
         "empty_prompt",
         "committed",
         "Prompt lengths, tokens",

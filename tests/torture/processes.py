@@ -238,6 +238,7 @@ def _run_rank(driver: Connection, spec: JobSpec, run: int) -> int:
         build,
         publisher=ThreadPoolExecutor(1),
         syncer=ThreadPoolExecutor(1),
+        renderer=ThreadPoolExecutor(1),
     )
     threading.Thread(target=worker.run, daemon=True).start()
     while True:

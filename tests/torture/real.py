@@ -85,6 +85,7 @@ class RealJob:
             self._prompts[index] = self._random.choice([None, []])
         write_prompts(self._input / "in.parquet", self._prompts)
         self._rows_per_shard = self._random.randrange(4, 20)
+        self._num_ranks = self._random.choice([1, 2])
         self._num_starts = 0
 
     def run(self, num_harms: int) -> None:
@@ -161,7 +162,10 @@ class RealJob:
         self._wait_for_progress(driver)
         if driver.poll() is not None:
             driver = self._resume(driver)
-        self._random.choice([self._end_driver, self._stop_driver, self._harm_rank, self._harm_rank])(driver)
+        # What costs a start of a rank (torch, the model) comes less often than what costs nothing.
+        harms = [self._end_driver, self._stop_driver, self._stop_driver]
+        harms += [self._kill_rank, self._stop_rank, self._stop_rank]
+        self._random.choice(harms)(driver)
         return driver if driver.poll() is None else self._resume(driver)
 
     def _wait_for_progress(self, driver: subprocess.Popen[bytes]) -> None:
@@ -170,7 +174,7 @@ class RealJob:
             time.sleep(self._random.uniform(0, 4))
             return
         started = self._num_done()
-        wanted = self._random.randrange(1, 4)
+        wanted = self._random.randrange(1, 3)
         deadline = time.monotonic() + _PATIENCE_S
         while driver.poll() is None and self._num_done() < started + wanted:
             assert time.monotonic() < deadline, "no progress"
@@ -210,17 +214,20 @@ class RealJob:
         time.sleep(self._random.uniform(0, 3))
         driver.send_signal(signal.SIGCONT)
 
-    def _harm_rank(self, driver: subprocess.Popen[bytes]) -> None:
+    def _kill_rank(self, driver: subprocess.Popen[bytes]) -> None:
+        ranks = self._cluster.ranks()
+        if ranks:
+            number = self._random.choice([signal.SIGKILL, signal.SIGTERM])
+            self._log.harms[f"rank {number.name}"] += send_signal(self._random.choice(ranks), number)
+
+    def _stop_rank(self, driver: subprocess.Popen[bytes]) -> None:
+        """A rank stands still for a while; now and then its driver ends before it goes on."""
         ranks = self._cluster.ranks()
         if not ranks:
             return
         pid = self._random.choice(ranks)
-        number = self._random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
-        if number is not signal.SIGSTOP:
-            self._log.harms[f"rank {number.name}"] += send_signal(pid, number)
-            return
-        self._log.harms["rank SIGSTOP, SIGCONT"] += send_signal(pid, number)
+        self._log.harms["rank SIGSTOP, SIGCONT"] += send_signal(pid, signal.SIGSTOP)
         time.sleep(self._random.uniform(0, 3))
-        if self._random.random() < 0.5:
+        if self._random.random() < 0.3:
             self._end_driver(driver)
         send_signal(pid, signal.SIGCONT)
