@@ -20,8 +20,8 @@ from engine.batch import BatchInputs
 from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import DecoderPrefill, ModelShape
 from engine.layers.linear import ActivationFormat, ActivationQuantisation
-from engine.layers.ops import KernelImpl, build_ops
 from engine.layers.ngrams import NgramTables, build_ngram_tables
+from engine.layers.ops import KernelImpl, build_ops
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
 from engine.scheduler import ScheduledBatch, ScheduledChunk

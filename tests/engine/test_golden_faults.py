@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.layers.indexer
 import engine.layers.moe
-import engine.models.deepseek_v41
+import kernels.hyper_connections.reference
+import kernels.indexer.reference
+import kernels.sparse_attention.reference
 import tests.engine.golden_harness as harness
 from engine.batch import BatchInputs, CompressInputs
 from engine.layers.linear import Linear
-from engine.layers.rotary import RotaryEmbedding, RotaryTables
+from engine.layers.rotary import RotaryEmbedding
 from engine.models.deepseek_v41 import DecoderLayer
 from engine.models.deepseek_v41_config import load_model_config
 from kernels.hyper_connections import expand_streams_reference
@@ -73,8 +74,8 @@ def _mean_pooling(layer: DecoderLayer) -> None:
 
 
 def _older_entries(layer: DecoderLayer) -> None:
-    if layer._attn.kv_source == 4:
-        layer._attn.kv_source = 2
+    if layer._attn._kv_source == 4:
+        layer._attn._kv_source = 2
 
 
 def _no_reindex(layer: DecoderLayer) -> None:
@@ -104,12 +105,13 @@ def _transposed_comb(patch: pytest.MonkeyPatch) -> None:
     def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return expand_streams_reference(y, streams, post, comb.transpose(1, 2))
 
-    patch.setattr(engine.models.deepseek_v41, "expand_streams_reference", expand)
+    patch.setattr(kernels.hyper_connections.reference, "expand_streams_reference", expand)
 
 
 def _no_inverse_rope(patch: pytest.MonkeyPatch) -> None:
-    rotate = RotaryTables.rotate
-    patch.setattr(RotaryTables, "rotate", lambda self, x, *, inverse=False: x if inverse else rotate(self, x))
+    patch.setattr(
+        kernels.sparse_attention.reference, "apply_rope_reference", lambda x, cos, sin, *, inverse=False: x
+    )
 
 
 def _window_theta_everywhere(patch: pytest.MonkeyPatch) -> None:
@@ -123,7 +125,7 @@ def _newest_block_not_pinned(patch: pytest.MonkeyPatch) -> None:
     def maxima(scores: Tensor, newest: Tensor, first: int, size: int) -> Tensor:
         return block_maxima_reference(scores, torch.full_like(newest, -1), first, size)
 
-    patch.setattr(engine.layers.indexer, "block_maxima_reference", maxima)
+    patch.setattr(kernels.indexer.reference, "block_maxima_reference", maxima)
 
 
 def _entries_at_their_last_token(patch: pytest.MonkeyPatch) -> None:
