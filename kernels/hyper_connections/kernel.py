@@ -72,7 +72,7 @@ def mix_product_kernel(
     x_ptr, fn_ptr, partial_ptr, num_rows,
     DEPTH: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_BF16: tl.constexpr,
 ):  # fmt: skip
-    """Products of flat streams [rows, DEPTH] with the mixing weights; one tile of rows, one part of the depth.
+    """Products of flat streams [rows, DEPTH] with the mixing weights: a tile of rows, a part of the depth.
 
     A bfloat16 stream is exact; the fp32 weight comes as three bfloat16 pieces [3, 24, DEPTH], which hold its
     24 bits, so the tensor cores' products are those of fp32. The smallest piece is added first.

@@ -298,10 +298,10 @@ def _run_pass(
     if num_rows == 0:
         return new_streams, x, mix
     config = choose_config(width)
-    num_parts, num_squares = triton.cdiv(depth, config.product_part), triton.cdiv(width, config.pass_block)
-    partial = torch.empty(
-        num_parts, num_rows, PARTIAL_WIDTH.value, dtype=torch.float32, device=streams.device
-    )
+    num_parts = triton.cdiv(depth, config.product_part)
+    num_squares = triton.cdiv(width, config.pass_block)
+    shape = (num_parts, num_rows, PARTIAL_WIDTH.value)
+    partial = torch.empty(shape, dtype=torch.float32, device=streams.device)
     squares = torch.empty(num_squares, num_rows, 2, dtype=torch.float32, device=streams.device)
     old = mix if old_mix is None else old_mix
     stream_pass_kernel[(num_squares, triton.cdiv(num_rows, config.pass_rows))](

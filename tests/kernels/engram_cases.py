@@ -39,7 +39,7 @@ def gather_case(
         reference=lambda i: {"out": engram_gather_reference(**i)},
         tolerances={"out": EXACT},
         row_counts=row_counts,
-        needs_gpu=False,
+        needs_gpu=num_rows > 100,  # right in the interpreter too, but slow
     )
 
 
