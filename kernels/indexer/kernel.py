@@ -99,9 +99,9 @@ def unpack_queries_kernel(
     stride_weights,
     H: tl.constexpr, D: tl.constexpr, MAX_FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Packed queries [num_rows, H, D/2 + D/32] -> int8 codes, head weights times scales / 8, base exponents.
+    """Packed queries [num_rows, H, D/2 + D/32] -> int8 codes, head weights with scales, base exponents.
 
-    An eighth: two halves, and half of ``s + |s| = 2 relu(s)``. Base exponents are -1 for a narrow vector.
+    The scale holds a quarter for two vectors of halves. Base exponents are -1 for a narrow vector.
     """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, H)
@@ -110,15 +110,29 @@ def unpack_queries_kernel(
     codes, exponents, is_wide = _unpack_fp4(base, mask, H, D, MAX_FOLD)
     tl.store(codes_ptr + row * H * D + heads[:, None] * D + tl.arange(0, D)[None, :], codes)
     weights = tl.load(weights_ptr + row * stride_weights + heads)
-    tl.store(scaled_ptr + row * H + heads, weights * (_power_of_two(exponents) * 0.125))
+    tl.store(scaled_ptr + row * H + heads, weights * (_power_of_two(exponents) * (0.25 * _WEIGHT_SHIFT)))
     tl.store(exponents_ptr + row * H + heads, tl.where(is_wide, exponents, -1))
     tl.store(wide_ptr + row, tl.max(is_wide.to(tl.int32), 0))
 
 
+# An integer below 2^23 is, as the bits of a float, that integer times 2^-149: no conversion is needed where the
+# weight makes up for it. Weights are stored times 2^104, so sums stand in units of 2^-45, far from both ends.
+WEIGHT_SHIFT = 2.0**104
+_WEIGHT_SHIFT = tl.constexpr(WEIGHT_SHIFT)
+_SUM_UNIT = tl.constexpr(2.0**45)
+_BITS_TO_VALUE = tl.constexpr(2.0**-149)
+
+
 @triton.jit
-def _add_head(acc, products, weights):
-    """``acc + weights * relu(products)``; weights carry the half of ``s + |s|``, which is on the wider pipe."""
-    return tl.fma(products + tl.abs(products), weights, acc)
+def _add_integers(acc, products, weights):
+    """``acc + weights * relu(products)`` for int32 products below 2^23."""
+    return tl.fma(tl.maximum(products, 0).to(tl.float32, bitcast=True), weights, acc)
+
+
+@triton.jit
+def _add_floats(acc, products, weights):
+    """The same for fp32 products: equal bytes where these are integers, a power of two changing no rounding."""
+    return tl.fma(tl.maximum(products, 0.0), weights * _BITS_TO_VALUE, acc)
 
 
 @triton.jit
@@ -200,13 +214,17 @@ def _score_tile(
                     products = _wide_products(
                         q, keys_t, q_base, in_range, q_exponents, q_exponents >= 0, k_base, k_mask, k_exponents, k_wide, D
                     )
+                    acc = _add_floats(acc, products, weights[:, None])
                 elif FP4:
-                    products = tl.dot(q, keys_t, out_dtype=tl.int32).to(tl.float32)
+                    products = tl.dot(q, keys_t, out_dtype=tl.int32)
+                    acc = _add_integers(acc, products, weights[:, None])
                 else:
                     products = tl.dot(q, keys_t, input_precision="ieee")
-                acc = _add_head(acc, products, weights[:, None])
+                    acc = _add_floats(acc, products, weights[:, None])
             if FP4:
-                acc *= _power_of_two(k_exponents)[None, :]
+                acc *= (_power_of_two(k_exponents) * _SUM_UNIT)[None, :]
+            else:
+                acc *= _SUM_UNIT
         acc = tl.where((first + tl.arange(0, N))[None, :] < visible[:, None], acc, float("-inf"))
         _store_scores(
             scores_ptr, maxima_ptr, acc, rows, row_mask, first, num_entries, stride_scores, stride_maxima, M, N, FACTOR
@@ -269,14 +287,18 @@ def score_tiles_kernel(
 
 
 @triton.jit
-def _add_heads(acc, products, weights_ptr, N: tl.constexpr, H: tl.constexpr):
-    """``_add_head`` for heads 0 .. H - 1 in this order: products [N, H], acc [N]."""
+def _add_heads(acc, products, weights, N: tl.constexpr, H: tl.constexpr):
+    """Heads 0 .. H - 1 in this order: products [N, H] int32 or fp32, weights [H], acc [N]."""
     if H == 1:
-        acc = _add_head(acc, products.reshape(N), tl.load(weights_ptr))
+        if products.dtype == tl.int32:
+            acc = _add_integers(acc, products.reshape(N), weights)
+        else:
+            acc = _add_floats(acc, products.reshape(N), weights)
     else:
         first, second = tl.split(products.reshape(N, 2, H // 2).permute(0, 2, 1))
-        acc = _add_heads(acc, first, weights_ptr, N, H // 2)
-        acc = _add_heads(acc, second, weights_ptr + H // 2, N, H // 2)
+        first_weights, second_weights = tl.split(weights.reshape(2, H // 2).permute(1, 0))
+        acc = _add_heads(acc, first, first_weights, N, H // 2)
+        acc = _add_heads(acc, second, second_weights, N, H // 2)
     return acc
 
 
@@ -303,6 +325,7 @@ def score_rows_kernel(
             table = tables_ptr + tl.load(chunks_ptr + row) * stride_table
             heads, dims = tl.arange(0, H), tl.arange(0, D)
             row64 = tl.full([], 0, tl.int64) + row
+            weights = tl.load(scaled_ptr + row64 * H + heads)
             q_t = tl.load(codes_ptr + row64 * H * D + heads[None, :] * D + dims[:, None])
             if FP4:
                 q_exponents = tl.load(exponents_ptr + row64 * H + heads)
@@ -324,23 +347,112 @@ def score_rows_kernel(
                     k_base = _key_bases(pool_ptr, table, entries, mask, ENTRIES_PER_BLOCK, D // 2 + D // 32)
                     keys, k_exponents, k_wide = _unpack_fp4(k_base, mask, N, D, MAX_FOLD)
                     is_wide = wide_q | (tl.max(k_wide.to(tl.int32), 0) > 0)
+                    scores = tl.zeros([N], tl.float32)
                     if is_wide:
-                        products = _wide_products(
+                        by_group = _wide_products(
                             keys, q_t, k_base, mask, k_exponents, k_wide,
                             q_base, heads < H, q_exponents, q_exponents >= 0, D,
                         )  # fmt: skip
+                        scores = _add_heads(scores, by_group, weights, N, H)
                     else:
-                        products = tl.dot(keys, q_t, out_dtype=tl.int32).to(tl.float32)
+                        integers = tl.dot(keys, q_t, out_dtype=tl.int32)
+                        scores = _add_heads(scores, integers, weights, N, H)
+                    scores *= _power_of_two(k_exponents) * _SUM_UNIT
                 else:
                     k_base = _key_bases(pool_ptr, table, entries, mask, ENTRIES_PER_BLOCK, D)
                     keys = tl.load(k_base[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
                     products = tl.dot(keys, q_t, input_precision="ieee")
-                scores = _add_heads(tl.zeros([N], tl.float32), products, scaled_ptr + row64 * H, N, H)
-                if FP4:
-                    scores *= _power_of_two(k_exponents)
+                    scores = _add_heads(tl.zeros([N], tl.float32), products, weights, N, H) * _SUM_UNIT
                 scores = tl.where(mask, scores, float("-inf"))
                 rows = tl.full([1], 0, tl.int32) + row
                 _store_scores(
                     scores_ptr, maxima_ptr, scores[None, :], rows, rows < num_rows, first, num_entries,
                     stride_scores, stride_maxima, 1, N, FACTOR,
                 )  # fmt: skip
+
+
+@triton.jit
+def unpack_keys_kernel(
+    pool_ptr, tables_ptr, codes_ptr, scales_ptr, wide_ptr,
+    num_entries, stride_table,
+    ENTRIES_PER_BLOCK: tl.constexpr, D: tl.constexpr, N: tl.constexpr, MAX_FOLD: tl.constexpr,
+):  # fmt: skip
+    """Every entry that a sequence's table names: int8 codes, final scales (negative = wide), and whether any is wide.
+
+    Entries that nobody has stored yet give codes nobody reads; ``wide_ptr`` may then only be too careful.
+    """
+    sequence = tl.program_id(1).to(tl.int64)
+    entries = tl.program_id(0) * N + tl.arange(0, N)
+    mask = entries < num_entries
+    table = tables_ptr + sequence * stride_table
+    base = _key_bases(pool_ptr, table, entries, mask, ENTRIES_PER_BLOCK, D // 2 + D // 32)
+    codes, exponents, is_wide = _unpack_fp4(base, mask, N, D, MAX_FOLD)
+    number = sequence * num_entries + entries
+    tl.store(codes_ptr + number[:, None] * D + tl.arange(0, D)[None, :], codes, mask=mask[:, None])
+    scale = _power_of_two(exponents) * _SUM_UNIT
+    tl.store(scales_ptr + number, tl.where(is_wide, -scale, scale), mask=mask)
+    if tl.max((is_wide & mask).to(tl.int32), 0) > 0:
+        tl.store(wide_ptr + sequence, 1)
+
+
+@triton.jit
+def score_listed_kernel(
+    q_codes_ptr, q_ptr, scaled_ptr, exponents_ptr, wide_q_ptr, k_codes_ptr, k_scales_ptr, wide_k_ptr,
+    pool_ptr, tables_ptr, chunks_ptr, visible_ptr, blocks_ptr, scores_ptr,
+    num_sequence_entries, num_entries, stride_table, stride_blocks, stride_scores,
+    ENTRIES_PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, N: tl.constexpr, STRIP: tl.constexpr,
+    FACTOR: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Scores of one row in STRIP entries of its listed blocks, from keys unpacked before.
+
+    The narrow launch computes every tile and keeps those without a wide vector; the wide launch does the rest.
+    """
+    row = tl.program_id(0)
+    row64 = row.to(tl.int64)
+    strip = tl.program_id(1) * STRIP
+    sequence = tl.load(chunks_ptr + row)
+    is_wide_row = tl.load(wide_q_ptr + row) > 0
+    if (not WIDE) or is_wide_row or tl.load(wide_k_ptr + sequence) > 0:
+        visible = tl.load(visible_ptr + row).to(tl.int32)
+        heads, dims = tl.arange(0, H), tl.arange(0, D)
+        weights = tl.load(scaled_ptr + row64 * H + heads)
+        q_t = tl.load(q_codes_ptr + row64 * H * D + heads[None, :] * D + dims[:, None])
+        first_key = sequence * num_sequence_entries
+        end = tl.minimum(strip + STRIP, num_entries)
+        for first in tl.range(strip, end, N, num_stages=NUM_STAGES):
+            numbers = first + tl.arange(0, N)
+            in_range = numbers < end
+            block = tl.load(blocks_ptr + row64 * stride_blocks + numbers // FACTOR, mask=in_range, other=-1).to(tl.int32)
+            entries = block * FACTOR + numbers % FACTOR
+            mask = (block >= 0) & (entries < visible)
+            entries = tl.where(mask, entries, 0)
+            keys = tl.load(k_codes_ptr + (first_key + entries)[:, None] * D + dims[None, :])
+            scale = tl.load(k_scales_ptr + first_key + entries)
+            is_wide = is_wide_row | (tl.min(tl.where(mask, scale, 1.0), 0) < 0)
+            target = scores_ptr + row64 * stride_scores + numbers
+            if WIDE:
+                if is_wide:
+                    table = tables_ptr + sequence * stride_table
+                    k_base = _key_bases(pool_ptr, table, entries, mask, ENTRIES_PER_BLOCK, D // 2 + D // 32)
+                    k_exponents = _base_exponents(k_base, mask, scale < 0, N, D)
+                    q_exponents = tl.load(exponents_ptr + row64 * H + heads)
+                    q_base = q_ptr + (row64 * H + heads) * (D // 2 + D // 32)
+                    by_group = _wide_products(
+                        keys, q_t, k_base, mask, k_exponents, scale < 0,
+                        q_base, heads < H, q_exponents, q_exponents >= 0, D,
+                    )  # fmt: skip
+                    scores = _add_heads(tl.zeros([N], tl.float32), by_group, weights, N, H)
+                    tl.store(target, tl.where(mask, scores * tl.abs(scale), float("-inf")), mask=in_range)
+            else:
+                integers = tl.dot(keys, q_t, out_dtype=tl.int32)
+                scores = _add_heads(tl.zeros([N], tl.float32), integers, weights, N, H)
+                scores = tl.where(mask, scores * scale, float("-inf"))
+                tl.store(target, scores, mask=in_range & (is_wide == 0))
+
+
+@triton.jit
+def _base_exponents(base, mask, is_wide, R: tl.constexpr, D: tl.constexpr):
+    """[R] biased base exponents of packed vectors, as ``_unpack_fp4`` gives them."""
+    where = base[:, None] + D // 2 + tl.arange(0, D // 32)[None, :]
+    exponents = tl.load(where, mask=mask[:, None], other=127).to(tl.int32)
+    return tl.where(is_wide, tl.max(exponents, 1), tl.min(exponents, 1))

@@ -1,7 +1,7 @@
 """The best entries and candidate blocks of packed rows, within a bounded scratch.
 
-The score matrix of a long context is never written. Maxima over blocks of entries are: the best k
-entries lie in the best k blocks (by their maxima, ties by number), which are then scored again.
+Query tiles are as large as the scratch allows. Nothing is sorted: the best k of a row lie in its best k
+blocks (by their maxima, ties by number), so that most scores are written once and never read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.indexer.op import candidate_scores, check_inputs, launch_scores
+from kernels.indexer.op import candidate_scores, check_inputs, index_dim, launch_scores, unpacked_bytes
 from kernels.indexer.pages import KeyPages
 from kernels.indexer.selection_kernel import run_maxima_kernel, select_kernel
 
@@ -74,6 +74,8 @@ def select_topk(
     pins_newest: bool = False,
     names: Tensor | None = None,
     name_factor: int = 1,
+    maxima: Tensor | None = None,
+    run: int = RUN,
     out: Tensor | None = None,
 ) -> Tensor:
     """The k best values of each row, lowest number first on ties; only what is above -inf.
@@ -87,6 +89,9 @@ def select_topk(
         names: [num_rows, n] int32 or int64; number i is then called ``names[i // name_factor] *
             name_factor + i % name_factor``. Names are ascending.
         name_factor: numbers under one name.
+        maxima: [num_rows, ceil(num_values / run)] fp32, last axis dense: the maxima over runs of values, where
+            the caller has them.
+        run: values under one maximum, a power of two.
         out: [num_rows, k] int32 or int64, last axis dense.
 
     Returns:
@@ -110,19 +115,27 @@ def select_topk(
     if num_rows == 0:
         return out
     levels = [(values, limit_factor)]
-    while levels[-1][0].shape[1] > max(RUN * k, 1024):
+    while levels[-1][0].shape[1] > num_values_at_once(k, run):
         below, factor = levels[-1]
-        levels.append((_run_maxima(below, limits, factor, RUN), factor * RUN))
+        is_known = maxima is not None and len(levels) == 1
+        above = maxima if is_known else _run_maxima(below, limits, factor, run)
+        assert above is not None
+        levels.append((above, factor * run))
     parents = None
     for number in reversed(range(len(levels))):
         level, factor = levels[number]
         chosen = out if number == 0 else torch.empty((num_rows, k), dtype=torch.int32, device=values.device)
         _select(
             level, limits, parents, names if number == 0 else None, chosen,
-            k=k, run=RUN, limit_factor=factor, name_factor=name_factor, pins_newest=pins_newest,
+            k=k, run=run, limit_factor=factor, name_factor=name_factor, pins_newest=pins_newest,
         )  # fmt: skip
         parents = chosen
     return out
+
+
+def num_values_at_once(k: int, run: int) -> int:
+    """How many values of a row one program looks at: the runs of the k best maxima, and at least a few."""
+    return max(run * k, 1024)
 
 
 def rows_per_tile(num_bytes_per_row: int, scratch_bytes: int) -> int:
@@ -131,11 +144,11 @@ def rows_per_tile(num_bytes_per_row: int, scratch_bytes: int) -> int:
     return rows // 512 * 512 if rows >= 512 else rows // 64 * 64 if rows >= 64 else rows
 
 
-def _num_bytes_of_maxima(num_values: int, k: int) -> int:
+def _num_bytes_of_levels(num_values: int, k: int, run: int) -> int:
     """Levels above the values of one row, and the selections on the way down."""
     total = 0
-    while num_values > max(RUN * k, 1024):
-        num_values = -(-num_values // RUN)
+    while num_values > num_values_at_once(k, run):
+        num_values = -(-num_values // run)
         total += 4 * (num_values + k)
     return total
 
@@ -173,30 +186,26 @@ def select_entries(
     num_rows, device = q.shape[0], q.device
     entries = torch.empty((num_rows, k), dtype=torch.int64, device=device)
     kept = torch.empty((num_rows, num_blocks), dtype=torch.int64, device=device) if num_blocks else None
-    width = q.shape[2] if q.dtype != torch.uint8 else 2 * q.shape[2]
-    num_query_bytes = q.shape[1] * (width + 8) + 8
-    is_short = blocks is None and (q.dtype != torch.uint8 or pages.max_entries <= max(block_size * k, 1024))
-    if blocks is not None:
-        num_values = blocks.shape[1] * block_size
-        per_row = num_values * 4 + _num_bytes_of_maxima(num_values, k)
-    elif is_short:
-        per_row = pages.max_entries * 4 + _num_bytes_of_maxima(pages.max_entries, k)
-    else:
-        per_row = _num_bytes_of_maxima(-(-pages.max_entries // block_size), k) + k * (4 + 4 * block_size)
+    dim = index_dim(q)
+    num_query_bytes = q.shape[1] * (dim + 8) + 8
     if blocks is None:
-        num_maxima = -(-pages.max_entries // block_size)
-        per_row += num_maxima * 4 + (_num_bytes_of_maxima(num_maxima, num_blocks) if num_blocks else 0)
+        num_values, num_maxima = pages.max_entries, -(-pages.max_entries // block_size)
+        per_row = 4 * num_maxima + _num_bytes_of_levels(num_maxima, num_blocks, RUN)
+        per_row += _num_bytes_of_levels(num_values, k, block_size)
+    else:
+        num_values = blocks.shape[1] * block_size
+        per_row = _num_bytes_of_levels(num_values, k, RUN)
+        scratch_bytes -= unpacked_bytes(num_rows, pages, dim)
+    per_row += 4 * num_values
     step = rows_per_tile(per_row + num_query_bytes, scratch_bytes)
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
         tile = pages._replace(sequences=pages.sequences[rows], num_visible=pages.num_visible[rows])
         arguments = (q[rows], head_weights[rows], tile)
-        if blocks is not None:
-            _select_listed(*arguments, blocks[rows], entries[rows], k, block_size)
-        elif is_short:
-            _select_short(*arguments, entries[rows], None if kept is None else kept[rows], k, block_size)
+        if blocks is None:
+            _select_dense(*arguments, entries[rows], None if kept is None else kept[rows], k, block_size)
         else:
-            _select_long(*arguments, entries[rows], None if kept is None else kept[rows], k, block_size)
+            _select_listed(*arguments, blocks[rows], entries[rows], k, block_size)
     return SelectedEntries(entries, kept)
 
 
@@ -209,35 +218,16 @@ def _select_listed(
     select_topk(scores, everything, k=k, names=blocks, name_factor=block_size, out=entries)
 
 
-def _select_short(
+def _select_dense(
     q: Tensor, head_weights: Tensor, pages: KeyPages, entries: Tensor, kept: Tensor | None, k: int, block_size: int
 ) -> None:
-    """Over a score matrix, where it is small, or the keys' products are not exact and cannot be repeated."""
+    """Over the scores of all entries, whose block maxima come from the same launch."""
     num_rows, num_blocks = q.shape[0], -(-pages.max_entries // block_size)
     scores = torch.empty((num_rows, pages.max_entries), dtype=torch.float32, device=q.device)
-    maxima = None
-    if kept is not None:
-        maxima = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=q.device)
-    launch_scores(q, head_weights, pages, scores, maxima, block_size, fills=False)
-    select_topk(scores, pages.num_visible, k=k, out=entries)
-    if kept is not None and maxima is not None:
-        _select_blocks(maxima, pages, kept, block_size)
-
-
-def _select_long(
-    q: Tensor, head_weights: Tensor, pages: KeyPages, entries: Tensor, kept: Tensor | None, k: int, block_size: int
-) -> None:
-    """Maxima of blocks first; then the best k blocks once more, entry by entry."""
-    num_rows, num_blocks = q.shape[0], -(-pages.max_entries // block_size)
     maxima = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=q.device)
-    launch_scores(q, head_weights, pages, None, maxima, block_size, fills=False)
-    best = torch.empty((num_rows, k), dtype=torch.int32, device=q.device)
-    select_topk(maxima, pages.num_visible, k=k, limit_factor=block_size, out=best)
-    _select_listed(q, head_weights, pages, best, entries, k, block_size)
+    launch_scores(q, head_weights, pages, scores, maxima, block_size, fills=False)
+    select_topk(scores, pages.num_visible, k=k, maxima=maxima, run=block_size, out=entries)
     if kept is not None:
-        _select_blocks(maxima, pages, kept, block_size)
-
-
-def _select_blocks(maxima: Tensor, pages: KeyPages, kept: Tensor, block_size: int) -> None:
-    k = kept.shape[1]
-    select_topk(maxima, pages.num_visible, k=k, limit_factor=block_size, pins_newest=True, out=kept)
+        select_topk(
+            maxima, pages.num_visible, k=kept.shape[1], limit_factor=block_size, pins_newest=True, out=kept
+        )

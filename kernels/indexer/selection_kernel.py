@@ -18,12 +18,13 @@ def run_maxima_kernel(
 ):  # fmt: skip
     """Maxima of BLOCK runs of FACTOR values of a row; values from the row's limit on count as -inf."""
     row = tl.program_id(0).to(tl.int64)
-    limit = tl.cdiv(tl.load(limits_ptr + row), LIMIT_FACTOR)
+    limit = tl.cdiv(tl.load(limits_ptr + row).to(tl.int32), LIMIT_FACTOR)
     first = tl.program_id(1) * BLOCK
     if first * FACTOR < limit:
         runs = first + tl.arange(0, BLOCK)
         columns = runs[:, None] * FACTOR + tl.arange(0, FACTOR)[None, :]
-        values = tl.load(values_ptr + row * stride_values + columns, mask=columns < limit, other=float("-inf"))
+        source = values_ptr + row * stride_values + columns
+        values = tl.load(source, mask=columns < limit, other=float("-inf"))
         tl.store(maxima_ptr + row * stride_maxima + runs, tl.max(values, 1), mask=runs * FACTOR < limit)
 
 
@@ -43,7 +44,7 @@ def select_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
-    limit = tl.cdiv(tl.load(limits_ptr + row), LIMIT_FACTOR)
+    limit = tl.cdiv(tl.load(limits_ptr + row).to(tl.int32), LIMIT_FACTOR)
     if parents_ptr is not None:
         is_lane = lane < K * FACTOR
         parent = tl.load(parents_ptr + row * stride_parents + lane // FACTOR, mask=is_lane, other=-1)
@@ -83,5 +84,5 @@ def select_kernel(
     tl.store(target + place, number.to(selected_ptr.dtype.element_ty), mask=is_chosen)
     num_chosen = num_above + tl.minimum(tl.sum(equal.to(tl.int32), 0), room)
     padding = tl.arange(0, triton.next_power_of_2(K))
-    is_padding = (padding >= num_chosen) & (padding < K)
-    tl.store(target + padding, tl.full([triton.next_power_of_2(K)], -1, selected_ptr.dtype.element_ty), mask=is_padding)
+    nothing = tl.full([triton.next_power_of_2(K)], -1, selected_ptr.dtype.element_ty)
+    tl.store(target + padding, nothing, mask=(padding >= num_chosen) & (padding < K))

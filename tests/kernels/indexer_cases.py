@@ -19,7 +19,6 @@ from kernels.indexer import (
     select_topk_reference,
 )
 from kernels.number_formats import pack_fp4_index, unpack_fp4_index
-from kernels.tree_sum import tree_sum
 from tests.kernels.contract import EXACT, ROW_COUNTS, Inputs, OpCase, Outputs, Tolerance
 
 ENTRIES_PER_BLOCK = 32
@@ -243,6 +242,7 @@ CASES = [
     scores_case("small-spread14", SHORT, 16, 64, 14, U8, False),
     scores_case("small-fp32", SHORT, 16, 32, 2, F32, False),
     candidates_case("small-spread5", SHORT, 16, 64, 5, False),
+    candidates_case("small-unpacked", ONE, 16, 64, 5, False),
     topk_case("small-ties", 1200, 64, is_coarse=True, pins=True, gpu=False),
     entries_case("small-one", ONE, 16, 32, 2, U8, 24, listed=False, gpu=False),
     entries_case("small-listed", SHORT, 16, 32, 2, U8, 24, listed=True, gpu=False),
@@ -251,11 +251,13 @@ CASES = [
     scores_case("bf16", LONG_MIXED, 32, 128, 2, BF16, True),
     scores_case("fp32", MIXED, 32, 128, 2, F32, True),
     *(candidates_case(f"spread{spread}", LONG_MIXED, 32, 128, spread, True) for spread in (2, 14)),
+    *(candidates_case(f"unpacked-spread{spread}", LONG, 32, 128, spread, True) for spread in (2, 14)),
     topk_case("ties", 20_000, 512, is_coarse=True, pins=True, gpu=True),
     topk_case("normal", 131_072, 512, is_coarse=False, pins=False, gpu=True),
     topk_case("blocks", 20_000, 2048, is_coarse=False, pins=True, gpu=True),
     entries_case("long", LONG, 32, 128, 2, U8, 512, listed=False, gpu=True),
     entries_case("mixed", LONG_MIXED, 32, 128, 14, U8, 64, listed=False, gpu=True),
     entries_case("listed", LONG_MIXED, 32, 128, 2, U8, 64, listed=True, gpu=True),
+    entries_case("unpacked", LONG, 32, 128, 3, U8, 64, listed=True, gpu=True),
     entries_case("bf16", LONG_MIXED, 32, 128, 2, BF16, 64, listed=False, gpu=True),
 ]
