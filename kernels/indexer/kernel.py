@@ -12,30 +12,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Four packed bytes at once. The eight magnitudes are the bytes of two registers that prmt picks from; a
 # sign picks the negated ones. Then each byte is doubled by bit 0 of its shift, and quadrupled by bit 1.
-_UNPACK_ASM = tl.constexpr("""
+_UNPACK_ASM = tl.constexpr(
+    """
 {
 .reg .b32 s, p, n, m, t, m0, m1;
 and.b32 m0, $3, 0x01010101; mul.lo.u32 m0, m0, 0xFF;
 shr.u32 m1, $3, 1; and.b32 m1, m1, 0x01010101; mul.lo.u32 m1, m1, 0xFF;
 """
-+ "".join(
-    """
-shr.u32 s, $2, %d; and.b32 s, s, 0x0F0F0F0F; shr.u32 t, s, 4; or.b32 s, s, t; prmt.b32 s, s, 0, 0x4420;
+    + "".join(
+        f"""
+shr.u32 s, $2, {4 * half}; and.b32 s, s, 0x0F0F0F0F; shr.u32 t, s, 4; or.b32 s, s, t; prmt.b32 s, s, 0, 0x4420;
 and.b32 t, s, 0x7777; prmt.b32 p, 0x03020100, 0x0C080604, t; prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, t;
 shr.u32 t, s, 3; and.b32 t, t, 0x1111; prmt.b32 m, 0x0000FF00, 0, t;
 lop3.b32 p, m, n, p, 0xCA;
 shl.b32 t, p, 1; and.b32 t, t, 0xFEFEFEFE; lop3.b32 p, m0, t, p, 0xCA;
-shl.b32 t, p, 2; and.b32 t, t, 0xFCFCFCFC; lop3.b32 $%d, m1, t, p, 0xCA;
+shl.b32 t, p, 2; and.b32 t, t, 0xFCFCFCFC; lop3.b32 ${half}, m1, t, p, 0xCA;
 """
-    % (4 * half, half)
-    for half in (0, 1)
+        for half in (0, 1)
+    )
+    + "}"
 )
-+ "}")
 
 
 @triton.jit
@@ -115,8 +115,8 @@ def unpack_queries_kernel(
     tl.store(wide_ptr + row, tl.max(is_wide.to(tl.int32), 0))
 
 
-# An integer below 2^23 is, as the bits of a float, that integer times 2^-149: no conversion is needed where the
-# weight makes up for it. Weights are stored times 2^104, so sums stand in units of 2^-45, far from both ends.
+# An integer below 2^23 is, as the bits of a float, that integer times 2^-149: no conversion is needed where
+# the weight makes up for it. Weights are stored times 2^104, so sums stand in units of 2^-45, far from both ends.
 WEIGHT_SHIFT = 2.0**104
 _WEIGHT_SHIFT = tl.constexpr(WEIGHT_SHIFT)
 _SUM_UNIT = tl.constexpr(2.0**45)
@@ -131,7 +131,7 @@ def _add_integers(acc, products, weights):
 
 @triton.jit
 def _add_floats(acc, products, weights):
-    """The same for fp32 products: equal bytes where these are integers, a power of two changing no rounding."""
+    """The same for fp32 products: equal bytes where these are integers, as a power of two rounds nothing."""
     return tl.fma(tl.maximum(products, 0.0), weights * _BITS_TO_VALUE, acc)
 
 
@@ -190,16 +190,21 @@ def _store_scores(
 def _score_tile(
     q_desc, q_ptr, scaled_ptr, exponents_ptr, wide_ptr, chunks_ptr, visible_ptr,
     keys_t, k_base, k_mask, k_exponents, k_wide, any_wide_key, chunk, row0, first,
-    scores_ptr, maxima_ptr, num_rows, num_entries, stride_scores, stride_maxima,
-    FP4: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, FACTOR: tl.constexpr,
-    WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    scores_ptr, maxima_ptr, left_ptr, num_rows, num_entries, stride_scores, stride_maxima,
+    FP4: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    FACTOR: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one tile of M queries against N keys of one sequence, in the launch whose tile it is."""
+    """Scores of one tile of M queries against N keys of one sequence, in the launch whose tile it is.
+
+    The narrow launch notes in ``left`` that it left a tile to the wide one.
+    """
     rows = row0 + tl.arange(0, M)
     in_range = rows < num_rows
     is_wide = any_wide_key
     if FP4:
         is_wide |= tl.max(tl.load(wide_ptr + rows, mask=in_range, other=0), 0) > 0
+    if FP4 and not WIDE:
+        tl.store(left_ptr, 1, mask=is_wide)
     if is_wide == WIDE:
         row_mask = in_range & (tl.load(chunks_ptr + rows, mask=in_range, other=-1) == chunk)
         visible = tl.load(visible_ptr + rows, mask=row_mask, other=0)
@@ -212,7 +217,17 @@ def _score_tile(
                     q_base = q_ptr + (rows.to(tl.int64) * H + head) * (D // 2 + D // 32)
                     q_exponents = tl.load(exponents_ptr + rows * H + head, mask=in_range, other=-1)
                     products = _wide_products(
-                        q, keys_t, q_base, in_range, q_exponents, q_exponents >= 0, k_base, k_mask, k_exponents, k_wide, D
+                        q,
+                        keys_t,
+                        q_base,
+                        in_range,
+                        q_exponents,
+                        q_exponents >= 0,
+                        k_base,
+                        k_mask,
+                        k_exponents,
+                        k_wide,
+                        D,
                     )
                     acc = _add_floats(acc, products, weights[:, None])
                 elif FP4:
@@ -227,18 +242,29 @@ def _score_tile(
                 acc *= _SUM_UNIT
         acc = tl.where((first + tl.arange(0, N))[None, :] < visible[:, None], acc, float("-inf"))
         _store_scores(
-            scores_ptr, maxima_ptr, acc, rows, row_mask, first, num_entries, stride_scores, stride_maxima, M, N, FACTOR
+            scores_ptr,
+            maxima_ptr,
+            acc,
+            rows,
+            row_mask,
+            first,
+            num_entries,
+            stride_scores,
+            stride_maxima,
+            M,
+            N,
+            FACTOR,
         )
 
 
 @triton.jit
 def score_tiles_kernel(
     q_desc, q_ptr, scaled_ptr, exponents_ptr, wide_ptr, pool_ptr, tables_ptr, chunks_ptr, visible_ptr,
-    scores_ptr, maxima_ptr,
+    scores_ptr, maxima_ptr, left_ptr,
     num_rows, num_entries, stride_table, stride_scores, stride_maxima,
     FP4: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, MAX_FOLD: tl.constexpr, MAX_SPAN: tl.constexpr,
-    FILL: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    N: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, MAX_FOLD: tl.constexpr,
+    MAX_SPAN: tl.constexpr, FILL: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program scores GROUP tiles of M queries against N entries; keys are unpacked once a sequence.
 
@@ -251,7 +277,10 @@ def score_tiles_kernel(
     row_end = tl.minimum(row0 + M * GROUP, num_rows)
     group_rows = row0 + tl.arange(0, M * GROUP)
     most_visible = tl.max(tl.load(visible_ptr + group_rows, mask=group_rows < num_rows, other=0), 0)
-    if FILL or first < most_visible:
+    has_work = FILL or first < most_visible
+    if WIDE:
+        has_work = has_work and tl.load(left_ptr) > 0
+    if has_work:
         entries = first + tl.arange(0, N)
         is_one = tl.load(chunks_ptr + row0) == tl.load(chunks_ptr + row_end - 1)
         # One sequence: unpack once. Several: once for each tile and sequence in it.
@@ -269,19 +298,24 @@ def score_tiles_kernel(
                         k_mask = entries < limit
                         table = tables_ptr + (zero + chunk) * stride_table
                         if FP4:
-                            k_base = _key_bases(pool_ptr, table, entries, k_mask, ENTRIES_PER_BLOCK, D // 2 + D // 32)
+                            k_base = _key_bases(
+                                pool_ptr, table, entries, k_mask, ENTRIES_PER_BLOCK, D // 2 + D // 32
+                            )
                             keys, k_exponents, k_wide = _unpack_fp4(k_base, k_mask, N, D, MAX_FOLD)
                             any_wide = tl.max(k_wide.to(tl.int32), 0) > 0
                         else:
                             k_base = _key_bases(pool_ptr, table, entries, k_mask, ENTRIES_PER_BLOCK, D)
-                            keys = tl.load(k_base[:, None] + tl.arange(0, D)[None, :], mask=k_mask[:, None], other=0.0)
+                            keys = tl.load(
+                                k_base[:, None] + tl.arange(0, D)[None, :], mask=k_mask[:, None], other=0.0
+                            )
                             k_exponents, k_wide, any_wide = entries, k_mask, False
                         keys_t = keys.T
                         for tile in range(outer, outer_end, M):
                             _score_tile(
                                 q_desc, q_ptr, scaled_ptr, exponents_ptr, wide_ptr, chunks_ptr, visible_ptr,
                                 keys_t, k_base, k_mask, k_exponents, k_wide, any_wide, chunk, tile, first,
-                                scores_ptr, maxima_ptr, num_rows, num_entries, stride_scores, stride_maxima,
+                                scores_ptr, maxima_ptr, left_ptr,
+                                num_rows, num_entries, stride_scores, stride_maxima,
                                 FP4, H, D, M, N, FACTOR, WIDE, NUM_STAGES,
                             )  # fmt: skip
 
@@ -304,11 +338,11 @@ def _add_heads(acc, products, weights, N: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def score_rows_kernel(
-    codes_ptr, q_ptr, scaled_ptr, exponents_ptr, wide_ptr, pool_ptr, tables_ptr, chunks_ptr, visible_ptr, blocks_ptr,
-    scores_ptr, maxima_ptr,
+    codes_ptr, q_ptr, scaled_ptr, exponents_ptr, wide_ptr, pool_ptr, tables_ptr, chunks_ptr, visible_ptr,
+    blocks_ptr, scores_ptr, maxima_ptr,
     num_rows, num_entries, stride_table, stride_blocks, stride_scores, stride_maxima,
-    FP4: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    STRIP: tl.constexpr, LANES: tl.constexpr, FACTOR: tl.constexpr, MAX_FOLD: tl.constexpr,
+    FP4: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, STRIP: tl.constexpr, LANES: tl.constexpr, FACTOR: tl.constexpr, MAX_FOLD: tl.constexpr,
     MAX_SPAN: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """Scores of single rows, keys times heads: every LANES-th row of a tile of M, against STRIP entries.
@@ -339,7 +373,9 @@ def score_rows_kernel(
                 mask = numbers < end
                 entries = numbers
                 if blocks_ptr is not None:
-                    block = tl.load(blocks_ptr + row64 * stride_blocks + numbers // FACTOR, mask=mask, other=-1).to(tl.int32)
+                    block = tl.load(
+                        blocks_ptr + row64 * stride_blocks + numbers // FACTOR, mask=mask, other=-1
+                    ).to(tl.int32)
                     entries = tl.maximum(block, 0) * FACTOR + numbers % FACTOR
                     mask &= block >= 0
                 mask &= entries < visible
@@ -377,7 +413,7 @@ def unpack_keys_kernel(
     num_entries, stride_table,
     ENTRIES_PER_BLOCK: tl.constexpr, D: tl.constexpr, N: tl.constexpr, MAX_FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Every entry that a sequence's table names: int8 codes, final scales (negative = wide), and whether any is wide.
+    """Every entry of a sequence's table: int8 codes, final scales (negative = wide), and whether any is wide.
 
     Entries that nobody has stored yet give codes nobody reads; ``wide_ptr`` may then only be too careful.
     """
@@ -405,14 +441,14 @@ def score_listed_kernel(
 ):  # fmt: skip
     """Scores of one row in STRIP entries of its listed blocks, from keys unpacked before.
 
-    The narrow launch computes every tile and keeps those without a wide vector; the wide launch does the rest.
+    The narrow launch computes every tile and keeps those without a wide vector; the wide one does the rest.
     """
     row = tl.program_id(0)
     row64 = row.to(tl.int64)
     strip = tl.program_id(1) * STRIP
     sequence = tl.load(chunks_ptr + row)
-    is_wide_row = tl.load(wide_q_ptr + row) > 0
-    if (not WIDE) or is_wide_row or tl.load(wide_k_ptr + sequence) > 0:
+    wide_row = tl.load(wide_q_ptr + row)
+    if (not WIDE) or (wide_row + tl.load(wide_k_ptr + sequence) > 0):
         visible = tl.load(visible_ptr + row).to(tl.int32)
         heads, dims = tl.arange(0, H), tl.arange(0, D)
         weights = tl.load(scaled_ptr + row64 * H + heads)
@@ -422,16 +458,18 @@ def score_listed_kernel(
         for first in tl.range(strip, end, N, num_stages=NUM_STAGES):
             numbers = first + tl.arange(0, N)
             in_range = numbers < end
-            block = tl.load(blocks_ptr + row64 * stride_blocks + numbers // FACTOR, mask=in_range, other=-1).to(tl.int32)
+            block = tl.load(
+                blocks_ptr + row64 * stride_blocks + numbers // FACTOR, mask=in_range, other=-1
+            ).to(tl.int32)
             entries = block * FACTOR + numbers % FACTOR
             mask = (block >= 0) & (entries < visible)
             entries = tl.where(mask, entries, 0)
             keys = tl.load(k_codes_ptr + (first_key + entries)[:, None] * D + dims[None, :])
             scale = tl.load(k_scales_ptr + first_key + entries)
-            is_wide = is_wide_row | (tl.min(tl.where(mask, scale, 1.0), 0) < 0)
+            num_wide = wide_row + tl.sum((mask & (scale < 0)).to(tl.int32), 0)
             target = scores_ptr + row64 * stride_scores + numbers
             if WIDE:
-                if is_wide:
+                if num_wide > 0:
                     table = tables_ptr + sequence * stride_table
                     k_base = _key_bases(pool_ptr, table, entries, mask, ENTRIES_PER_BLOCK, D // 2 + D // 32)
                     k_exponents = _base_exponents(k_base, mask, scale < 0, N, D)
@@ -447,7 +485,7 @@ def score_listed_kernel(
                 integers = tl.dot(keys, q_t, out_dtype=tl.int32)
                 scores = _add_heads(tl.zeros([N], tl.float32), integers, weights, N, H)
                 scores = tl.where(mask, scores * scale, float("-inf"))
-                tl.store(target, scores, mask=in_range & (is_wide == 0))
+                tl.store(target, scores, mask=numbers < tl.where(num_wide > 0, 0, end))
 
 
 @triton.jit

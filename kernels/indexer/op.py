@@ -49,7 +49,7 @@ class TileConfig:
 
 @dataclass(frozen=True, slots=True)
 class RowConfig:
-    """One launch's share of single rows: ``entries`` at a time, ``strip`` a program, ``lanes`` programs a tile."""
+    """A launch's share of single rows: ``lanes`` programs a tile, ``strip`` a program, ``entries`` at a time."""
 
     rows: int
     entries: int
@@ -69,6 +69,11 @@ def choose_tile_config(num_rows: int, max_entries: int, dim: int, *, is_packed: 
     while group > 1 and -(-num_rows // (64 * group)) * -(-max_entries // 128) < 1584:
         group //= 2
     return TileConfig(rows=64, entries=128, group=group, num_warps=4, num_stages=3, max_registers=168)
+
+
+def choose_listed_config() -> RowConfig:
+    """Tiles of ``score_listed_kernel``: one warp, which exchanges head sums without a barrier."""
+    return RowConfig(rows=1, entries=32, strip=2048, lanes=1, num_warps=1)
 
 
 def choose_row_config(num_rows: int, num_entries: int, *, is_listed: bool) -> RowConfig:
@@ -94,15 +99,26 @@ def _expect(name: str, is_right: bool, got: object, expected: object) -> None:
 
 def check_inputs(q: Tensor, head_weights: Tensor, pages: KeyPages) -> None:
     """Raise ``ValueError`` for what the kernels cannot read."""
-    _expect("q", q.dim() == 3 and q.is_contiguous(), tuple(q.shape), "contiguous [num_rows, num_heads, width]")
+    _expect(
+        "q", q.dim() == 3 and q.is_contiguous(), tuple(q.shape), "contiguous [num_rows, num_heads, width]"
+    )
     num_rows, num_heads, width = q.shape
     keys = pages.keys
-    _expect("keys", keys.dim() == 2 and keys.is_contiguous(), tuple(keys.shape), "contiguous [num_slots, width]")
+    _expect(
+        "keys", keys.dim() == 2 and keys.is_contiguous(), tuple(keys.shape), "contiguous [num_slots, width]"
+    )
     _expect("keys", keys.shape[1] == width, f"width {keys.shape[1]}", f"q's width {width}")
     _expect("keys", keys.dtype == q.dtype, keys.dtype, f"q's dtype {q.dtype}")
-    _expect("q", q.dtype in (torch.uint8, torch.bfloat16, torch.float16, torch.float32), q.dtype, "uint8 or float")
+    _expect(
+        "q", q.dtype in (torch.uint8, torch.bfloat16, torch.float16, torch.float32), q.dtype, "uint8 or float"
+    )
     dim = index_dim(q)
-    _expect("q", dim in (32, 64, 128, 256) and _width(dim, q.dtype) == width, f"width {width}", "a dim of 32 .. 256")
+    _expect(
+        "q",
+        dim in (32, 64, 128, 256) and _width(dim, q.dtype) == width,
+        f"width {width}",
+        "a dim of 32 .. 256",
+    )
     _expect("q", num_heads in (16, 32, 64, 128), f"{num_heads} heads", "16, 32, 64 or 128")
     _expect(
         "head_weights",
@@ -114,7 +130,9 @@ def check_inputs(q: Tensor, head_weights: Tensor, pages: KeyPages) -> None:
     )
     for name, tensor in (("sequences", pages.sequences), ("num_visible", pages.num_visible)):
         _expect(name, tensor.shape == (num_rows,), tuple(tensor.shape), (num_rows,))
-        _expect(name, tensor.dtype == torch.int64 and tensor.is_contiguous(), tensor.dtype, "contiguous int64")
+        _expect(
+            name, tensor.dtype == torch.int64 and tensor.is_contiguous(), tensor.dtype, "contiguous int64"
+        )
     tables = pages.block_tables
     _expect("block_tables", tables.dim() == 2 and tables.dtype == torch.int64, tables.dtype, "[n, m] int64")
     _expect("block_tables", tables.stride(1) == 1, tables.stride(), "a dense last axis")
@@ -165,17 +183,20 @@ def _launch_tiles(
     descriptor = TensorDescriptor.from_tensor(
         queries.codes.view(num_rows, num_heads * dim), [config.rows, dim]
     )
-    grid = (triton.cdiv(pages.max_entries, config.entries) * triton.cdiv(num_rows, config.rows * config.group),)
-    # Tiles with a wide vector belong to the second launch; it costs a look at the exponents.
+    grid = (
+        triton.cdiv(pages.max_entries, config.entries) * triton.cdiv(num_rows, config.rows * config.group),
+    )
+    # Tiles with a wide vector are left to the second launch, which ends at once where there are none.
+    left = torch.zeros((1,), dtype=torch.int32, device=q.device)
     for is_wide in (False, True) if is_packed else (False,):
         score_tiles_kernel[grid](
             descriptor, q, queries.scaled_weights, queries.exponents, queries.is_wide,
-            pages.keys, pages.block_tables, pages.sequences, pages.num_visible, scores, maxima,
+            pages.keys, pages.block_tables, pages.sequences, pages.num_visible, scores, maxima, left,
             num_rows, pages.max_entries, pages.block_tables.stride(0),
             0 if scores is None else scores.stride(0), 0 if maxima is None else maxima.stride(0),
             FP4=is_packed, ENTRIES_PER_BLOCK=pages.entries_per_block, H=num_heads, D=dim,
-            M=config.rows, N=config.entries, GROUP=config.group, FACTOR=run, MAX_FOLD=MAX_FOLD, MAX_SPAN=max_span,
-            FILL=fills, WIDE=is_wide, NUM_STAGES=config.num_stages,
+            M=config.rows, N=config.entries, GROUP=config.group, FACTOR=run, MAX_FOLD=MAX_FOLD,
+            MAX_SPAN=max_span, FILL=fills, WIDE=is_wide, NUM_STAGES=config.num_stages,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
         )  # fmt: skip
 
@@ -202,8 +223,8 @@ def _launch_rows(
         num_rows, num_entries, pages.block_tables.stride(0), 0 if blocks is None else blocks.stride(0),
         0 if scores is None else scores.stride(0), 0 if maxima is None else maxima.stride(0),
         FP4=q.dtype == torch.uint8, ENTRIES_PER_BLOCK=pages.entries_per_block, H=num_heads, D=dim,
-        M=config.rows, N=config.entries, STRIP=config.strip, LANES=config.lanes, FACTOR=run, MAX_FOLD=MAX_FOLD,
-        MAX_SPAN=min_span, FILL=fills, num_warps=config.num_warps,
+        M=config.rows, N=config.entries, STRIP=config.strip, LANES=config.lanes, FACTOR=run,
+        MAX_FOLD=MAX_FOLD, MAX_SPAN=min_span, FILL=fills, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -217,7 +238,9 @@ def unpacked_bytes(num_rows: int, pages: KeyPages, dim: int) -> int:
     return num_bytes if is_worth_it and num_bytes <= MAX_UNPACKED_BYTES else 0
 
 
-def _launch_listed(q: Tensor, queries: _Queries, pages: KeyPages, blocks: Tensor, scores: Tensor, run: int) -> None:
+def _launch_listed(
+    q: Tensor, queries: _Queries, pages: KeyPages, blocks: Tensor, scores: Tensor, run: int
+) -> None:
     """Listed blocks out of keys unpacked once for all rows."""
     num_rows, num_heads, dim = queries.codes.shape
     num_sequences, num_entries = pages.block_tables.shape[0], blocks.shape[1] * run
@@ -229,21 +252,28 @@ def _launch_listed(q: Tensor, queries: _Queries, pages: KeyPages, blocks: Tensor
         pages.keys, pages.block_tables, codes, scales, any_wide, pages.max_entries, stride_table,
         ENTRIES_PER_BLOCK=pages.entries_per_block, D=dim, N=64, MAX_FOLD=MAX_FOLD, num_warps=4,
     )  # fmt: skip
-    config = choose_row_config(num_rows, num_entries, is_listed=True)
+    config = choose_listed_config()
     for is_wide in (False, True):
         score_listed_kernel[(num_rows, triton.cdiv(num_entries, config.strip))](
-            queries.codes, q, queries.scaled_weights, queries.exponents, queries.is_wide, codes, scales, any_wide,
+            queries.codes, q, queries.scaled_weights, queries.exponents, queries.is_wide,
+            codes, scales, any_wide,
             pages.keys, pages.block_tables, pages.sequences, pages.num_visible, blocks, scores,
             pages.max_entries, num_entries, stride_table, blocks.stride(0), scores.stride(0),
-            ENTRIES_PER_BLOCK=pages.entries_per_block, H=num_heads, D=dim, N=config.entries, STRIP=config.strip,
-            FACTOR=run, WIDE=is_wide, NUM_STAGES=3, num_warps=config.num_warps,
+            ENTRIES_PER_BLOCK=pages.entries_per_block, H=num_heads, D=dim, N=config.entries,
+            STRIP=config.strip, FACTOR=run, WIDE=is_wide, NUM_STAGES=3, num_warps=config.num_warps,
         )  # fmt: skip
 
 
 def launch_scores(
-    q: Tensor, head_weights: Tensor, pages: KeyPages, scores: Tensor | None, maxima: Tensor | None, run: int, fills: bool
+    q: Tensor,
+    head_weights: Tensor,
+    pages: KeyPages,
+    scores: Tensor | None,
+    maxima: Tensor | None,
+    run: int,
+    fills: bool,
 ) -> None:
-    """Write scores, or maxima over runs of entries, or both. Without ``fills`` only what a row sees is written."""
+    """Write scores, or maxima over runs of entries, or both; without ``fills`` only what a row sees."""
     queries = _unpack_queries(q, head_weights)
     num_rows = q.shape[0]
     if q.dtype != torch.uint8:
@@ -267,7 +297,7 @@ def index_scores(q: Tensor, head_weights: Tensor, pages: KeyPages, *, out: Tenso
         out: [num_rows, pages.max_entries] fp32, last axis dense.
 
     Returns:
-        ``out``: fp32, -inf from ``num_visible`` on. Heads are added in ascending order with one rounding each.
+        ``out``: fp32, -inf from ``num_visible`` on. Heads are added in ascending order, each rounded once.
 
     Raises:
         ValueError: shape, dtype, layout or device.
@@ -282,7 +312,13 @@ def index_scores(q: Tensor, head_weights: Tensor, pages: KeyPages, *, out: Tenso
 
 
 def candidate_scores(
-    q: Tensor, head_weights: Tensor, pages: KeyPages, blocks: Tensor, *, block_size: int, out: Tensor | None = None
+    q: Tensor,
+    head_weights: Tensor,
+    pages: KeyPages,
+    blocks: Tensor,
+    *,
+    block_size: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Scores of the entries of each row's kept blocks only.
 
@@ -319,5 +355,7 @@ def candidate_scores(
 
 def check_output(name: str, out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise ``ValueError`` unless ``out`` is fp32 of this shape with a dense last axis."""
-    is_right = out.shape == shape and out.dtype == torch.float32 and out.stride(1) == 1 and out.device == device
+    is_right = (
+        out.shape == shape and out.dtype == torch.float32 and out.stride(1) == 1 and out.device == device
+    )
     _expect(name, is_right, (tuple(out.shape), out.dtype, out.stride(), out.device), (shape, torch.float32))

@@ -95,7 +95,9 @@ def candidate_scores_reference(
     return _visible_scores(q, head_weights, pages, entries.clamp_min(0), exists)
 
 
-def _visible_scores(q: Tensor, head_weights: Tensor, pages: KeyPages, entries: Tensor, exists: Tensor) -> Tensor:
+def _visible_scores(
+    q: Tensor, head_weights: Tensor, pages: KeyPages, entries: Tensor, exists: Tensor
+) -> Tensor:
     queries = unpack_fp4_index(q) if q.dtype == torch.uint8 else q.float()
     keys = paged_keys_reference(pages, torch.where(exists, entries, 0))
     return index_scores_reference(queries, head_weights, keys).masked_fill(~exists, float("-inf"))

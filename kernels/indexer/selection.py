@@ -35,7 +35,7 @@ def _run_maxima(values: Tensor, limits: Tensor, limit_factor: int, run: int) -> 
     block = min(512, triton.next_power_of_2(num_runs))
     run_maxima_kernel[(num_rows, triton.cdiv(num_runs, block))](
         values, limits, maxima, values.stride(0), maxima.stride(0),
-        LIMIT_FACTOR=limit_factor, FACTOR=run, BLOCK=block, num_warps=4,
+        LIMIT_FACTOR=limit_factor, FACTOR=run, BLOCK=block, IS_EVEN=num_values % run == 0, num_warps=4,
     )  # fmt: skip
     return maxima
 
@@ -61,7 +61,7 @@ def _select(
         num_values, values.stride(0), 0 if parents is None else parents.stride(0),
         0 if names is None else names.stride(0), out.stride(0),
         K=k, WIDTH=width, FACTOR=run, LIMIT_FACTOR=limit_factor, NAME_FACTOR=name_factor, PIN=pins_newest,
-        num_warps=4 if width <= 2048 else 8 if width <= 4096 else 16,
+        num_warps=min(max(width // 512, 4), 32), maxnreg=64,
     )  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def select_topk(
         names: [num_rows, n] int32 or int64; number i is then called ``names[i // name_factor] *
             name_factor + i % name_factor``. Names are ascending.
         name_factor: numbers under one name.
-        maxima: [num_rows, ceil(num_values / run)] fp32, last axis dense: the maxima over runs of values, where
-            the caller has them.
+        maxima: [num_rows, ceil(num_values / run)] fp32, last axis dense: the maxima over runs of values,
+            where the caller has them.
         run: values under one maximum, a power of two.
         out: [num_rows, k] int32 or int64, last axis dense.
 
@@ -102,9 +102,13 @@ def select_topk(
     """
     num_rows = values.shape[0]
     if values.dim() != 2 or values.dtype != torch.float32 or values.stride(1) != 1:
-        raise ValueError(f"values: {tuple(values.shape)} {values.dtype}, expected [n, m] fp32 with a dense last axis")
+        raise ValueError(
+            f"values: {tuple(values.shape)} {values.dtype}, expected [n, m] fp32 with a dense last axis"
+        )
     if limits.shape != (num_rows,) or limits.dtype != torch.int64 or not limits.is_contiguous():
-        raise ValueError(f"limits: {tuple(limits.shape)} {limits.dtype}, expected contiguous ({num_rows},) int64")
+        raise ValueError(
+            f"limits: {tuple(limits.shape)} {limits.dtype}, expected contiguous ({num_rows},) int64"
+        )
     if not 1 <= k <= 4096:
         raise ValueError(f"k: {k}, expected 1 .. 4096")
     if names is not None and (names.shape[0] != num_rows or names.stride(1) != 1):
@@ -188,10 +192,18 @@ def select_entries(
     kept = torch.empty((num_rows, num_blocks), dtype=torch.int64, device=device) if num_blocks else None
     dim = index_dim(q)
     num_query_bytes = q.shape[1] * (dim + 8) + 8
+    num_maxima = -(-pages.max_entries // block_size)
+    # Products of packed keys are exact and can be repeated; few entries are not worth it.
+    is_long = (
+        blocks is None
+        and q.dtype == torch.uint8
+        and pages.max_entries > 4 * num_values_at_once(k, block_size)
+    )
     if blocks is None:
-        num_values, num_maxima = pages.max_entries, -(-pages.max_entries // block_size)
-        per_row = 4 * num_maxima + _num_bytes_of_levels(num_maxima, num_blocks, RUN)
+        num_values = k * block_size if is_long else pages.max_entries
+        per_row = 4 * num_maxima + _num_bytes_of_levels(num_maxima, max(num_blocks, k), RUN)
         per_row += _num_bytes_of_levels(num_values, k, block_size)
+        scratch_bytes -= unpacked_bytes(num_rows, pages, dim) if is_long else 0
     else:
         num_values = blocks.shape[1] * block_size
         per_row = _num_bytes_of_levels(num_values, k, RUN)
@@ -202,10 +214,12 @@ def select_entries(
         rows = slice(start, start + step)
         tile = pages._replace(sequences=pages.sequences[rows], num_visible=pages.num_visible[rows])
         arguments = (q[rows], head_weights[rows], tile)
-        if blocks is None:
-            _select_dense(*arguments, entries[rows], None if kept is None else kept[rows], k, block_size)
-        else:
+        if blocks is not None:
             _select_listed(*arguments, blocks[rows], entries[rows], k, block_size)
+        elif is_long:
+            _select_long(*arguments, entries[rows], None if kept is None else kept[rows], k, block_size)
+        else:
+            _select_dense(*arguments, entries[rows], None if kept is None else kept[rows], k, block_size)
     return SelectedEntries(entries, kept)
 
 
@@ -218,8 +232,35 @@ def _select_listed(
     select_topk(scores, everything, k=k, names=blocks, name_factor=block_size, out=entries)
 
 
+def _select_long(
+    q: Tensor,
+    head_weights: Tensor,
+    pages: KeyPages,
+    entries: Tensor,
+    kept: Tensor | None,
+    k: int,
+    block_size: int,
+) -> None:
+    """Block maxima only, no score matrix; then the best k blocks once more, entry by entry: equal bytes."""
+    num_rows, num_blocks = q.shape[0], -(-pages.max_entries // block_size)
+    maxima = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=q.device)
+    launch_scores(q, head_weights, pages, None, maxima, block_size, fills=False)
+    if kept is not None:
+        _select_blocks(maxima, pages, kept, block_size)
+    best = torch.empty((num_rows, k), dtype=torch.int32, device=q.device)
+    select_topk(maxima, pages.num_visible, k=k, limit_factor=block_size, out=best)
+    del maxima
+    _select_listed(q, head_weights, pages, best, entries, k, block_size)
+
+
 def _select_dense(
-    q: Tensor, head_weights: Tensor, pages: KeyPages, entries: Tensor, kept: Tensor | None, k: int, block_size: int
+    q: Tensor,
+    head_weights: Tensor,
+    pages: KeyPages,
+    entries: Tensor,
+    kept: Tensor | None,
+    k: int,
+    block_size: int,
 ) -> None:
     """Over the scores of all entries, whose block maxima come from the same launch."""
     num_rows, num_blocks = q.shape[0], -(-pages.max_entries // block_size)
@@ -228,6 +269,9 @@ def _select_dense(
     launch_scores(q, head_weights, pages, scores, maxima, block_size, fills=False)
     select_topk(scores, pages.num_visible, k=k, maxima=maxima, run=block_size, out=entries)
     if kept is not None:
-        select_topk(
-            maxima, pages.num_visible, k=kept.shape[1], limit_factor=block_size, pins_newest=True, out=kept
-        )
+        _select_blocks(maxima, pages, kept, block_size)
+
+
+def _select_blocks(maxima: Tensor, pages: KeyPages, kept: Tensor, block_size: int) -> None:
+    k = kept.shape[1]
+    select_topk(maxima, pages.num_visible, k=k, limit_factor=block_size, pins_newest=True, out=kept)

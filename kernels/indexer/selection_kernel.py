@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Device code of the selection: the k best of a row, without sorting it.
 
 Maxima over runs of a row, and over runs of those, bound where the best can be; a program then finds
@@ -14,7 +15,7 @@ import triton.language as tl
 @triton.jit
 def run_maxima_kernel(
     values_ptr, limits_ptr, maxima_ptr, stride_values, stride_maxima,
-    LIMIT_FACTOR: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+    LIMIT_FACTOR: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Maxima of BLOCK runs of FACTOR values of a row; values from the row's limit on count as -inf."""
     row = tl.program_id(0).to(tl.int64)
@@ -24,8 +25,11 @@ def run_maxima_kernel(
         runs = first + tl.arange(0, BLOCK)
         columns = runs[:, None] * FACTOR + tl.arange(0, FACTOR)[None, :]
         source = values_ptr + row * stride_values + columns
-        values = tl.load(source, mask=columns < limit, other=float("-inf"))
-        tl.store(maxima_ptr + row * stride_maxima + runs, tl.max(values, 1), mask=runs * FACTOR < limit)
+        has_any = runs * FACTOR < limit
+        # Whole runs are loaded where all exist in memory: a mask inside a run would make single loads of it.
+        mask = has_any[:, None] & (IS_EVEN or columns < limit)
+        values = tl.where(columns < limit, tl.load(source, mask=mask, other=float("-inf")), float("-inf"))
+        tl.store(maxima_ptr + row * stride_maxima + runs, tl.max(values, 1), mask=has_any)
 
 
 @triton.jit

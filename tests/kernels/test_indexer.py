@@ -63,7 +63,10 @@ def test_tile_choices() -> None:
     assert choose_tile_config(4096, 131_072, 128, is_packed=True).group == 8
     assert choose_tile_config(128, 4096, 128, is_packed=True).group == 1
     # Products that are not exact have one tile, whatever the launch.
-    assert len({choose_tile_config(t, n, 128, is_packed=False) for t in (1, 64, 4096) for n in (1, 131_072)}) == 1
+    assert (
+        len({choose_tile_config(t, n, 128, is_packed=False) for t in (1, 64, 4096) for n in (1, 131_072)})
+        == 1
+    )
     assert choose_row_config(64, 131_072, is_listed=False).strip == 2048
     assert choose_row_config(1, 131_072, is_listed=False).strip == 256
 
