@@ -25,7 +25,8 @@ shr.u32 m1, $3, 1; and.b32 m1, m1, 0x01010101; mul.lo.u32 m1, m1, 0xFF;
 """
     + "".join(
         f"""
-shr.u32 s, $2, {4 * half}; and.b32 s, s, 0x0F0F0F0F; shr.u32 t, s, 4; or.b32 s, s, t; prmt.b32 s, s, 0, 0x4420;
+shr.u32 s, $2, {4 * half}; and.b32 s, s, 0x0F0F0F0F; shr.u32 t, s, 4; or.b32 s, s, t;
+prmt.b32 s, s, 0, 0x4420;
 and.b32 t, s, 0x7777; prmt.b32 p, 0x03020100, 0x0C080604, t; prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, t;
 shr.u32 t, s, 3; and.b32 t, t, 0x1111; prmt.b32 m, 0x0000FF00, 0, t;
 lop3.b32 p, m, n, p, 0xCA;
@@ -116,7 +117,8 @@ def unpack_queries_kernel(
 
 
 # An integer below 2^23 is, as the bits of a float, that integer times 2^-149: no conversion is needed where
-# the weight makes up for it. Weights are stored times 2^104, so sums stand in units of 2^-45, far from both ends.
+# the weight makes up for it. Weights are stored times 2^104, so sums stand in units of 2^-45, far from
+# both ends.
 WEIGHT_SHIFT = 2.0**104
 _WEIGHT_SHIFT = tl.constexpr(WEIGHT_SHIFT)
 _SUM_UNIT = tl.constexpr(2.0**45)

@@ -49,7 +49,7 @@ class TileConfig:
 
 @dataclass(frozen=True, slots=True)
 class RowConfig:
-    """A launch's share of single rows: ``lanes`` programs a tile, ``strip`` a program, ``entries`` at a time."""
+    """Single rows: ``lanes`` programs a tile, ``strip`` entries a program, ``entries`` at a time."""
 
     rows: int
     entries: int
