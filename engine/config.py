@@ -21,7 +21,8 @@ class EngineConfig:
 
     ``num_kv_blocks`` 0 and ``max_model_len`` 0 mean "as many as fit" and "the model's own".
     ``cache_quantisation`` "none" keeps windows, entries and index vectors in ``dtype``; it exists to
-    compare with references, not to serve. ``kernel_impl`` "torch" turns every op to its reference. ``decoder_prefill`` "bounded" is an approximation.
+    compare with references, not to serve. ``decoder_prefill`` "bounded" is an approximation.
+    ``kernel_impl`` "torch" runs every op as its plain-torch reference, "triton" the kernels there are.
 
     ``host_memory_bytes`` is the budget for KV blocks and states kept in host memory: preempted
     sequences, evicted prefixes, snapshots. 0 keeps nothing there. ``num_host_kv_blocks`` and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -26,4 +27,4 @@ def _event_times(launch: Callable[[], object], count: int) -> list[float]:
         launch()
         event.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(events[:-1], events[1:], strict=True)]
+    return [a.elapsed_time(b) for a, b in pairwise(events)]

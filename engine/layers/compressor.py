@@ -1,4 +1,4 @@
-"""Compressor: a KV source's entries and index keys from complete groups, with open groups kept between steps."""
+"""Compressor: a KV source's entries and index keys from complete groups; open groups wait for their rest."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from kernels.indexer import KeyPages
 
 
 class Selection(NamedTuple):
-    """Entries of each row, ascending, -1 behind; their pool slots; the kept candidate blocks where published."""
+    """Entries of each row, ascending, -1 behind; their pool slots; kept candidate blocks where published."""
 
     entries: Tensor  # [num_rows, index_topk] int64
     slots: Tensor  # [num_rows, index_topk] int32

@@ -24,15 +24,15 @@ and.b32 m0, $3, 0x01010101; mul.lo.u32 m0, m0, 0xFF;
 shr.u32 m1, $3, 1; and.b32 m1, m1, 0x01010101; mul.lo.u32 m1, m1, 0xFF;
 """
     + "".join(
-        """
-shr.u32 s, $2, %d; and.b32 s, s, 0x0F0F0F0F; shr.u32 t, s, 4; or.b32 s, s, t; prmt.b32 s, s, 0, 0x4420;
+        f"""
+shr.u32 s, $2, {4 * half}; and.b32 s, s, 0x0F0F0F0F; shr.u32 t, s, 4; or.b32 s, s, t;
+prmt.b32 s, s, 0, 0x4420;
 and.b32 t, s, 0x7777; prmt.b32 p, 0x03020100, 0x0C080604, t; prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, t;
 shr.u32 t, s, 3; and.b32 t, t, 0x1111; prmt.b32 m, 0x0000FF00, 0, t;
 lop3.b32 p, m, n, p, 0xCA;
 shl.b32 t, p, 1; and.b32 t, t, 0xFEFEFEFE; lop3.b32 p, m0, t, p, 0xCA;
-shl.b32 t, p, 2; and.b32 t, t, 0xFCFCFCFC; lop3.b32 $%d, m1, t, p, 0xCA;
+shl.b32 t, p, 2; and.b32 t, t, 0xFCFCFCFC; lop3.b32 ${half}, m1, t, p, 0xCA;
 """
-        % (4 * half, half)
         for half in (0, 1)
     )
     + "}"
@@ -100,9 +100,9 @@ def unpack_queries_kernel(
     stride_weights,
     H: tl.constexpr, D: tl.constexpr, MAX_FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Packed queries [num_rows, H, D/2 + D/32] -> int8 codes, head weights times scales / 8, base exponents.
+    """Packed queries [num_rows, H, D/2 + D/32] -> int8 codes, head weights with scales, base exponents.
 
-    An eighth: two halves, and half of ``s + |s| = 2 relu(s)``. Base exponents are -1 for a narrow vector.
+    The scale holds a quarter for two vectors of halves. Base exponents are -1 for a narrow vector.
     """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, H)
@@ -111,15 +111,30 @@ def unpack_queries_kernel(
     codes, exponents, is_wide = _unpack_fp4(base, mask, H, D, MAX_FOLD)
     tl.store(codes_ptr + row * H * D + heads[:, None] * D + tl.arange(0, D)[None, :], codes)
     weights = tl.load(weights_ptr + row * stride_weights + heads)
-    tl.store(scaled_ptr + row * H + heads, weights * (_power_of_two(exponents) * 0.125))
+    tl.store(scaled_ptr + row * H + heads, weights * (_power_of_two(exponents) * (0.25 * _WEIGHT_SHIFT)))
     tl.store(exponents_ptr + row * H + heads, tl.where(is_wide, exponents, -1))
     tl.store(wide_ptr + row, tl.max(is_wide.to(tl.int32), 0))
 
 
+# An integer below 2^23 is, as the bits of a float, that integer times 2^-149: no conversion is needed where
+# the weight makes up for it. Weights are stored times 2^104, so sums stand in units of 2^-45, far from
+# both ends.
+WEIGHT_SHIFT = 2.0**104
+_WEIGHT_SHIFT = tl.constexpr(WEIGHT_SHIFT)
+_SUM_UNIT = tl.constexpr(2.0**45)
+_BITS_TO_VALUE = tl.constexpr(2.0**-149)
+
+
 @triton.jit
-def _add_head(acc, products, weights):
-    """``acc + weights * relu(products)``; weights carry the half of ``s + |s|``, which is on the wider pipe."""
-    return tl.fma(products + tl.abs(products), weights, acc)
+def _add_integers(acc, products, weights):
+    """``acc + weights * relu(products)`` for int32 products below 2^23."""
+    return tl.fma(tl.maximum(products, 0).to(tl.float32, bitcast=True), weights, acc)
+
+
+@triton.jit
+def _add_floats(acc, products, weights):
+    """The same for fp32 products: equal bytes where these are integers, as a power of two rounds nothing."""
+    return tl.fma(tl.maximum(products, 0.0), weights * _BITS_TO_VALUE, acc)
 
 
 @triton.jit
@@ -177,16 +192,21 @@ def _store_scores(
 def _score_tile(
     q_desc, q_ptr, scaled_ptr, exponents_ptr, wide_ptr, chunks_ptr, visible_ptr,
     keys_t, k_base, k_mask, k_exponents, k_wide, any_wide_key, chunk, row0, first,
-    scores_ptr, maxima_ptr, num_rows, num_entries, stride_scores, stride_maxima,
-    FP4: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, FACTOR: tl.constexpr,
-    WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    scores_ptr, maxima_ptr, left_ptr, num_rows, num_entries, stride_scores, stride_maxima,
+    FP4: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    FACTOR: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one tile of M queries against N keys of one sequence, in the launch whose tile it is."""
+    """Scores of one tile of M queries against N keys of one sequence, in the launch whose tile it is.
+
+    The narrow launch notes in ``left`` that it left a tile to the wide one.
+    """
     rows = row0 + tl.arange(0, M)
     in_range = rows < num_rows
     is_wide = any_wide_key
     if FP4:
         is_wide |= tl.max(tl.load(wide_ptr + rows, mask=in_range, other=0), 0) > 0
+    if FP4 and not WIDE:
+        tl.store(left_ptr, 1, mask=is_wide)
     if is_wide == WIDE:
         row_mask = in_range & (tl.load(chunks_ptr + rows, mask=in_range, other=-1) == chunk)
         visible = tl.load(visible_ptr + rows, mask=row_mask, other=0)
@@ -211,13 +231,17 @@ def _score_tile(
                         k_wide,
                         D,
                     )
+                    acc = _add_floats(acc, products, weights[:, None])
                 elif FP4:
-                    products = tl.dot(q, keys_t, out_dtype=tl.int32).to(tl.float32)
+                    products = tl.dot(q, keys_t, out_dtype=tl.int32)
+                    acc = _add_integers(acc, products, weights[:, None])
                 else:
                     products = tl.dot(q, keys_t, input_precision="ieee")
-                acc = _add_head(acc, products, weights[:, None])
+                    acc = _add_floats(acc, products, weights[:, None])
             if FP4:
-                acc *= _power_of_two(k_exponents)[None, :]
+                acc *= (_power_of_two(k_exponents) * _SUM_UNIT)[None, :]
+            else:
+                acc *= _SUM_UNIT
         acc = tl.where((first + tl.arange(0, N))[None, :] < visible[:, None], acc, float("-inf"))
         _store_scores(
             scores_ptr,
@@ -238,11 +262,11 @@ def _score_tile(
 @triton.jit
 def score_tiles_kernel(
     q_desc, q_ptr, scaled_ptr, exponents_ptr, wide_ptr, pool_ptr, tables_ptr, chunks_ptr, visible_ptr,
-    scores_ptr, maxima_ptr,
+    scores_ptr, maxima_ptr, left_ptr,
     num_rows, num_entries, stride_table, stride_scores, stride_maxima,
     FP4: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, MAX_FOLD: tl.constexpr, MAX_SPAN: tl.constexpr,
-    FILL: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    N: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, MAX_FOLD: tl.constexpr,
+    MAX_SPAN: tl.constexpr, FILL: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program scores GROUP tiles of M queries against N entries; keys are unpacked once a sequence.
 
@@ -255,7 +279,10 @@ def score_tiles_kernel(
     row_end = tl.minimum(row0 + M * GROUP, num_rows)
     group_rows = row0 + tl.arange(0, M * GROUP)
     most_visible = tl.max(tl.load(visible_ptr + group_rows, mask=group_rows < num_rows, other=0), 0)
-    if FILL or first < most_visible:
+    has_work = FILL or first < most_visible
+    if WIDE:
+        has_work = has_work and tl.load(left_ptr) > 0
+    if has_work:
         entries = first + tl.arange(0, N)
         is_one = tl.load(chunks_ptr + row0) == tl.load(chunks_ptr + row_end - 1)
         # One sequence: unpack once. Several: once for each tile and sequence in it.
@@ -289,30 +316,35 @@ def score_tiles_kernel(
                             _score_tile(
                                 q_desc, q_ptr, scaled_ptr, exponents_ptr, wide_ptr, chunks_ptr, visible_ptr,
                                 keys_t, k_base, k_mask, k_exponents, k_wide, any_wide, chunk, tile, first,
-                                scores_ptr, maxima_ptr, num_rows, num_entries, stride_scores, stride_maxima,
+                                scores_ptr, maxima_ptr, left_ptr,
+                                num_rows, num_entries, stride_scores, stride_maxima,
                                 FP4, H, D, M, N, FACTOR, WIDE, NUM_STAGES,
                             )  # fmt: skip
 
 
 @triton.jit
-def _add_heads(acc, products, weights_ptr, N: tl.constexpr, H: tl.constexpr):
-    """``_add_head`` for heads 0 .. H - 1 in this order: products [N, H], acc [N]."""
+def _add_heads(acc, products, weights, N: tl.constexpr, H: tl.constexpr):
+    """Heads 0 .. H - 1 in this order: products [N, H] int32 or fp32, weights [H], acc [N]."""
     if H == 1:
-        acc = _add_head(acc, products.reshape(N), tl.load(weights_ptr))
+        if products.dtype == tl.int32:
+            acc = _add_integers(acc, products.reshape(N), weights)
+        else:
+            acc = _add_floats(acc, products.reshape(N), weights)
     else:
         first, second = tl.split(products.reshape(N, 2, H // 2).permute(0, 2, 1))
-        acc = _add_heads(acc, first, weights_ptr, N, H // 2)
-        acc = _add_heads(acc, second, weights_ptr + H // 2, N, H // 2)
+        first_weights, second_weights = tl.split(weights.reshape(2, H // 2).permute(1, 0))
+        acc = _add_heads(acc, first, first_weights, N, H // 2)
+        acc = _add_heads(acc, second, second_weights, N, H // 2)
     return acc
 
 
 @triton.jit
 def score_rows_kernel(
-    codes_ptr, q_ptr, scaled_ptr, exponents_ptr, wide_ptr, pool_ptr, tables_ptr, chunks_ptr, visible_ptr, blocks_ptr,
-    scores_ptr, maxima_ptr,
+    codes_ptr, q_ptr, scaled_ptr, exponents_ptr, wide_ptr, pool_ptr, tables_ptr, chunks_ptr, visible_ptr,
+    blocks_ptr, scores_ptr, maxima_ptr,
     num_rows, num_entries, stride_table, stride_blocks, stride_scores, stride_maxima,
-    FP4: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    STRIP: tl.constexpr, LANES: tl.constexpr, FACTOR: tl.constexpr, MAX_FOLD: tl.constexpr,
+    FP4: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, STRIP: tl.constexpr, LANES: tl.constexpr, FACTOR: tl.constexpr, MAX_FOLD: tl.constexpr,
     MAX_SPAN: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """Scores of single rows, keys times heads: every LANES-th row of a tile of M, against STRIP entries.
@@ -329,6 +361,7 @@ def score_rows_kernel(
             table = tables_ptr + tl.load(chunks_ptr + row) * stride_table
             heads, dims = tl.arange(0, H), tl.arange(0, D)
             row64 = tl.full([], 0, tl.int64) + row
+            weights = tl.load(scaled_ptr + row64 * H + heads)
             q_t = tl.load(codes_ptr + row64 * H * D + heads[None, :] * D + dims[:, None])
             if FP4:
                 q_exponents = tl.load(exponents_ptr + row64 * H + heads)
@@ -352,23 +385,114 @@ def score_rows_kernel(
                     k_base = _key_bases(pool_ptr, table, entries, mask, ENTRIES_PER_BLOCK, D // 2 + D // 32)
                     keys, k_exponents, k_wide = _unpack_fp4(k_base, mask, N, D, MAX_FOLD)
                     is_wide = wide_q | (tl.max(k_wide.to(tl.int32), 0) > 0)
+                    scores = tl.zeros([N], tl.float32)
                     if is_wide:
-                        products = _wide_products(
+                        by_group = _wide_products(
                             keys, q_t, k_base, mask, k_exponents, k_wide,
                             q_base, heads < H, q_exponents, q_exponents >= 0, D,
                         )  # fmt: skip
+                        scores = _add_heads(scores, by_group, weights, N, H)
                     else:
-                        products = tl.dot(keys, q_t, out_dtype=tl.int32).to(tl.float32)
+                        integers = tl.dot(keys, q_t, out_dtype=tl.int32)
+                        scores = _add_heads(scores, integers, weights, N, H)
+                    scores *= _power_of_two(k_exponents) * _SUM_UNIT
                 else:
                     k_base = _key_bases(pool_ptr, table, entries, mask, ENTRIES_PER_BLOCK, D)
                     keys = tl.load(k_base[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
                     products = tl.dot(keys, q_t, input_precision="ieee")
-                scores = _add_heads(tl.zeros([N], tl.float32), products, scaled_ptr + row64 * H, N, H)
-                if FP4:
-                    scores *= _power_of_two(k_exponents)
+                    scores = _add_heads(tl.zeros([N], tl.float32), products, weights, N, H) * _SUM_UNIT
                 scores = tl.where(mask, scores, float("-inf"))
                 rows = tl.full([1], 0, tl.int32) + row
                 _store_scores(
                     scores_ptr, maxima_ptr, scores[None, :], rows, rows < num_rows, first, num_entries,
                     stride_scores, stride_maxima, 1, N, FACTOR,
                 )  # fmt: skip
+
+
+@triton.jit
+def unpack_keys_kernel(
+    pool_ptr, tables_ptr, codes_ptr, scales_ptr, wide_ptr,
+    num_entries, stride_table,
+    ENTRIES_PER_BLOCK: tl.constexpr, D: tl.constexpr, N: tl.constexpr, MAX_FOLD: tl.constexpr,
+):  # fmt: skip
+    """Every entry of a sequence's table: int8 codes, final scales (negative = wide), and whether any is wide.
+
+    Entries that nobody has stored yet give codes nobody reads; ``wide_ptr`` may then only be too careful.
+    """
+    sequence = tl.program_id(1).to(tl.int64)
+    entries = tl.program_id(0) * N + tl.arange(0, N)
+    mask = entries < num_entries
+    table = tables_ptr + sequence * stride_table
+    base = _key_bases(pool_ptr, table, entries, mask, ENTRIES_PER_BLOCK, D // 2 + D // 32)
+    codes, exponents, is_wide = _unpack_fp4(base, mask, N, D, MAX_FOLD)
+    number = sequence * num_entries + entries
+    tl.store(codes_ptr + number[:, None] * D + tl.arange(0, D)[None, :], codes, mask=mask[:, None])
+    scale = _power_of_two(exponents) * _SUM_UNIT
+    tl.store(scales_ptr + number, tl.where(is_wide, -scale, scale), mask=mask)
+    if tl.max((is_wide & mask).to(tl.int32), 0) > 0:
+        tl.store(wide_ptr + sequence, 1)
+
+
+@triton.jit
+def score_listed_kernel(
+    q_codes_ptr, q_ptr, scaled_ptr, exponents_ptr, wide_q_ptr, k_codes_ptr, k_scales_ptr, wide_k_ptr,
+    pool_ptr, tables_ptr, chunks_ptr, visible_ptr, blocks_ptr, scores_ptr,
+    num_sequence_entries, num_entries, stride_table, stride_blocks, stride_scores,
+    ENTRIES_PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, N: tl.constexpr, STRIP: tl.constexpr,
+    FACTOR: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Scores of one row in STRIP entries of its listed blocks, from keys unpacked before.
+
+    The narrow launch computes every tile and keeps those without a wide vector; the wide one does the rest.
+    """
+    row = tl.program_id(0)
+    row64 = row.to(tl.int64)
+    strip = tl.program_id(1) * STRIP
+    sequence = tl.load(chunks_ptr + row)
+    wide_row = tl.load(wide_q_ptr + row)
+    if (not WIDE) or (wide_row + tl.load(wide_k_ptr + sequence) > 0):
+        visible = tl.load(visible_ptr + row).to(tl.int32)
+        heads, dims = tl.arange(0, H), tl.arange(0, D)
+        weights = tl.load(scaled_ptr + row64 * H + heads)
+        q_t = tl.load(q_codes_ptr + row64 * H * D + heads[None, :] * D + dims[:, None])
+        first_key = sequence * num_sequence_entries
+        end = tl.minimum(strip + STRIP, num_entries)
+        for first in tl.range(strip, end, N, num_stages=NUM_STAGES):
+            numbers = first + tl.arange(0, N)
+            in_range = numbers < end
+            block = tl.load(
+                blocks_ptr + row64 * stride_blocks + numbers // FACTOR, mask=in_range, other=-1
+            ).to(tl.int32)
+            entries = block * FACTOR + numbers % FACTOR
+            mask = (block >= 0) & (entries < visible)
+            entries = tl.where(mask, entries, 0)
+            keys = tl.load(k_codes_ptr + (first_key + entries)[:, None] * D + dims[None, :])
+            scale = tl.load(k_scales_ptr + first_key + entries)
+            num_wide = wide_row + tl.sum((mask & (scale < 0)).to(tl.int32), 0)
+            target = scores_ptr + row64 * stride_scores + numbers
+            if WIDE:
+                if num_wide > 0:
+                    table = tables_ptr + sequence * stride_table
+                    k_base = _key_bases(pool_ptr, table, entries, mask, ENTRIES_PER_BLOCK, D // 2 + D // 32)
+                    k_exponents = _base_exponents(k_base, mask, scale < 0, N, D)
+                    q_exponents = tl.load(exponents_ptr + row64 * H + heads)
+                    q_base = q_ptr + (row64 * H + heads) * (D // 2 + D // 32)
+                    by_group = _wide_products(
+                        keys, q_t, k_base, mask, k_exponents, scale < 0,
+                        q_base, heads < H, q_exponents, q_exponents >= 0, D,
+                    )  # fmt: skip
+                    scores = _add_heads(tl.zeros([N], tl.float32), by_group, weights, N, H)
+                    tl.store(target, tl.where(mask, scores * tl.abs(scale), float("-inf")), mask=in_range)
+            else:
+                integers = tl.dot(keys, q_t, out_dtype=tl.int32)
+                scores = _add_heads(tl.zeros([N], tl.float32), integers, weights, N, H)
+                scores = tl.where(mask, scores * scale, float("-inf"))
+                tl.store(target, scores, mask=numbers < tl.where(num_wide > 0, 0, end))
+
+
+@triton.jit
+def _base_exponents(base, mask, is_wide, R: tl.constexpr, D: tl.constexpr):
+    """[R] biased base exponents of packed vectors, as ``_unpack_fp4`` gives them."""
+    where = base[:, None] + D // 2 + tl.arange(0, D // 32)[None, :]
+    exponents = tl.load(where, mask=mask[:, None], other=127).to(tl.int32)
+    return tl.where(is_wide, tl.max(exponents, 1), tl.min(exponents, 1))

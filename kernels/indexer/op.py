@@ -13,7 +13,14 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.indexer.kernel import score_rows_kernel, score_tiles_kernel, unpack_queries_kernel
+from kernels.indexer.kernel import (
+    WEIGHT_SHIFT,
+    score_listed_kernel,
+    score_rows_kernel,
+    score_tiles_kernel,
+    unpack_keys_kernel,
+    unpack_queries_kernel,
+)
 from kernels.indexer.pages import KeyPages
 
 SCALE_GROUP = 32
@@ -21,6 +28,9 @@ MAX_FOLD = 3
 """Folding keeps |value * 2| <= 12 * 2^3 in int8."""
 MAX_SPAN = 8
 """A tile of rows from more sequences than this is scored row by row."""
+ANY_SPAN = 1 << 30
+MAX_UNPACKED_BYTES = 48 << 20
+"""Keys whose integers fit here are unpacked once a launch, where many rows read them."""
 FEW_ROWS = 16
 """Launches up to this size are scored row by row."""
 
@@ -34,12 +44,12 @@ class TileConfig:
     group: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
+    max_registers: int | None = None  # 168 lets three programs of four warps share a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
 class RowConfig:
-    """One launch's share of single rows: ``entries`` at a time, ``strip`` a program, ``lanes`` programs a tile."""
+    """Single rows: ``lanes`` programs a tile, ``strip`` entries a program, ``entries`` at a time."""
 
     rows: int
     entries: int
@@ -58,7 +68,12 @@ def choose_tile_config(num_rows: int, max_entries: int, dim: int, *, is_packed: 
     group = 8
     while group > 1 and -(-num_rows // (64 * group)) * -(-max_entries // 128) < 1584:
         group //= 2
-    return TileConfig(rows=64, entries=128, group=group, num_warps=4, num_stages=3 if dim >= 128 else 2)
+    return TileConfig(rows=64, entries=128, group=group, num_warps=4, num_stages=3, max_registers=168)
+
+
+def choose_listed_config() -> RowConfig:
+    """Tiles of ``score_listed_kernel``: one warp, which exchanges head sums without a barrier."""
+    return RowConfig(rows=1, entries=32, strip=2048, lanes=1, num_warps=1)
 
 
 def choose_row_config(num_rows: int, num_entries: int, *, is_listed: bool) -> RowConfig:
@@ -97,7 +112,7 @@ def check_inputs(q: Tensor, head_weights: Tensor, pages: KeyPages) -> None:
     _expect(
         "q", q.dtype in (torch.uint8, torch.bfloat16, torch.float16, torch.float32), q.dtype, "uint8 or float"
     )
-    dim = _dim(q)
+    dim = index_dim(q)
     _expect(
         "q",
         dim in (32, 64, 128, 256) and _width(dim, q.dtype) == width,
@@ -130,16 +145,16 @@ def _width(dim: int, dtype: torch.dtype) -> int:
     return dim // 2 + dim // SCALE_GROUP if dtype == torch.uint8 else dim
 
 
-def _dim(q: Tensor) -> int:
+def index_dim(q: Tensor) -> int:
     """Channels of an index vector: 32 of them take 17 packed bytes."""
     return q.shape[2] * 32 // 17 if q.dtype == torch.uint8 else q.shape[2]
 
 
 def _unpack_queries(q: Tensor, head_weights: Tensor) -> _Queries:
-    """Integers and scales of packed queries. Float queries only get half weights: ``s + |s|`` is ``2 relu(s)``."""
+    """Integers and scales of packed queries; weights come in the kernels' unit."""
     if q.dtype != torch.uint8:
-        return _Queries(q, head_weights * 0.5, None, None)
-    num_rows, num_heads, dim = q.shape[0], q.shape[1], _dim(q)
+        return _Queries(q, head_weights * WEIGHT_SHIFT, None, None)
+    num_rows, num_heads, dim = q.shape[0], q.shape[1], index_dim(q)
     codes = torch.empty((num_rows, num_heads, dim), dtype=torch.int8, device=q.device)
     scaled = torch.empty_like(head_weights)
     exponents = torch.empty((num_rows, num_heads), dtype=torch.int32, device=q.device)
@@ -171,16 +186,17 @@ def _launch_tiles(
     grid = (
         triton.cdiv(pages.max_entries, config.entries) * triton.cdiv(num_rows, config.rows * config.group),
     )
-    # Tiles with a wide vector belong to the second launch; it costs a look at the exponents.
+    # Tiles with a wide vector are left to the second launch, which ends at once where there are none.
+    left = torch.zeros((1,), dtype=torch.int32, device=q.device)
     for is_wide in (False, True) if is_packed else (False,):
         score_tiles_kernel[grid](
             descriptor, q, queries.scaled_weights, queries.exponents, queries.is_wide,
-            pages.keys, pages.block_tables, pages.sequences, pages.num_visible, scores, maxima,
+            pages.keys, pages.block_tables, pages.sequences, pages.num_visible, scores, maxima, left,
             num_rows, pages.max_entries, pages.block_tables.stride(0),
             0 if scores is None else scores.stride(0), 0 if maxima is None else maxima.stride(0),
             FP4=is_packed, ENTRIES_PER_BLOCK=pages.entries_per_block, H=num_heads, D=dim,
-            M=config.rows, N=config.entries, GROUP=config.group, FACTOR=run, MAX_FOLD=MAX_FOLD, MAX_SPAN=max_span,
-            FILL=fills, WIDE=is_wide, NUM_STAGES=config.num_stages,
+            M=config.rows, N=config.entries, GROUP=config.group, FACTOR=run, MAX_FOLD=MAX_FOLD,
+            MAX_SPAN=max_span, FILL=fills, WIDE=is_wide, NUM_STAGES=config.num_stages,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
         )  # fmt: skip
 
@@ -207,9 +223,45 @@ def _launch_rows(
         num_rows, num_entries, pages.block_tables.stride(0), 0 if blocks is None else blocks.stride(0),
         0 if scores is None else scores.stride(0), 0 if maxima is None else maxima.stride(0),
         FP4=q.dtype == torch.uint8, ENTRIES_PER_BLOCK=pages.entries_per_block, H=num_heads, D=dim,
-        M=config.rows, N=config.entries, STRIP=config.strip, LANES=config.lanes, FACTOR=run, MAX_FOLD=MAX_FOLD,
-        MAX_SPAN=min_span, FILL=fills, num_warps=config.num_warps,
+        M=config.rows, N=config.entries, STRIP=config.strip, LANES=config.lanes, FACTOR=run,
+        MAX_FOLD=MAX_FOLD, MAX_SPAN=min_span, FILL=fills, num_warps=config.num_warps,
     )  # fmt: skip
+
+
+def unpacked_bytes(num_rows: int, pages: KeyPages, dim: int) -> int:
+    """Scratch for unpacked keys of a launch over listed blocks; 0 where each row unpacks its own.
+
+    A function of shapes. Rows of decode read different keys, or the same few.
+    """
+    num_bytes = pages.block_tables.shape[0] * (pages.max_entries * (dim + 4) + 4)
+    is_worth_it = pages.keys.dtype == torch.uint8 and num_rows >= 16 * pages.block_tables.shape[0]
+    return num_bytes if is_worth_it and num_bytes <= MAX_UNPACKED_BYTES else 0
+
+
+def _launch_listed(
+    q: Tensor, queries: _Queries, pages: KeyPages, blocks: Tensor, scores: Tensor, run: int
+) -> None:
+    """Listed blocks out of keys unpacked once for all rows."""
+    num_rows, num_heads, dim = queries.codes.shape
+    num_sequences, num_entries = pages.block_tables.shape[0], blocks.shape[1] * run
+    codes = torch.empty((num_sequences, pages.max_entries, dim), dtype=torch.int8, device=q.device)
+    scales = torch.empty((num_sequences, pages.max_entries), dtype=torch.float32, device=q.device)
+    any_wide = torch.zeros((num_sequences,), dtype=torch.int32, device=q.device)
+    stride_table = pages.block_tables.stride(0)
+    unpack_keys_kernel[(triton.cdiv(pages.max_entries, 64), num_sequences)](
+        pages.keys, pages.block_tables, codes, scales, any_wide, pages.max_entries, stride_table,
+        ENTRIES_PER_BLOCK=pages.entries_per_block, D=dim, N=64, MAX_FOLD=MAX_FOLD, num_warps=4,
+    )  # fmt: skip
+    config = choose_listed_config()
+    for is_wide in (False, True):
+        score_listed_kernel[(num_rows, triton.cdiv(num_entries, config.strip))](
+            queries.codes, q, queries.scaled_weights, queries.exponents, queries.is_wide,
+            codes, scales, any_wide,
+            pages.keys, pages.block_tables, pages.sequences, pages.num_visible, blocks, scores,
+            pages.max_entries, num_entries, stride_table, blocks.stride(0), scores.stride(0),
+            ENTRIES_PER_BLOCK=pages.entries_per_block, H=num_heads, D=dim, N=config.entries,
+            STRIP=config.strip, FACTOR=run, WIDE=is_wide, NUM_STAGES=3, num_warps=config.num_warps,
+        )  # fmt: skip
 
 
 def launch_scores(
@@ -221,12 +273,12 @@ def launch_scores(
     run: int,
     fills: bool,
 ) -> None:
-    """Write scores, or maxima over runs of entries, or both. Without ``fills`` only what a row sees is written."""
+    """Write scores, or maxima over runs of entries, or both; without ``fills`` only what a row sees."""
     queries = _unpack_queries(q, head_weights)
     num_rows = q.shape[0]
     if q.dtype != torch.uint8:
         # Only exact products may be computed in two ways.
-        _launch_tiles(q, queries, pages, scores, maxima, run, max_span=num_rows + 1, fills=fills)
+        _launch_tiles(q, queries, pages, scores, maxima, run, max_span=ANY_SPAN, fills=fills)
     elif num_rows <= FEW_ROWS:
         _launch_rows(q, queries, pages, None, scores, maxima, run, min_span=0, fills=fills)
     else:
@@ -245,7 +297,7 @@ def index_scores(q: Tensor, head_weights: Tensor, pages: KeyPages, *, out: Tenso
         out: [num_rows, pages.max_entries] fp32, last axis dense.
 
     Returns:
-        ``out``: fp32, -inf from ``num_visible`` on. Heads are added in ascending order with one rounding each.
+        ``out``: fp32, -inf from ``num_visible`` on. Heads are added in ascending order, each rounded once.
 
     Raises:
         ValueError: shape, dtype, layout or device.
@@ -294,7 +346,10 @@ def candidate_scores(
     check_output("out", out, shape, q.device)
     if q.shape[0]:
         queries = _unpack_queries(q, head_weights)
-        _launch_rows(q, queries, pages, blocks, out, None, block_size, min_span=0, fills=True)
+        if unpacked_bytes(q.shape[0], pages, index_dim(q)):
+            _launch_listed(q, queries, pages, blocks, out, block_size)
+        else:
+            _launch_rows(q, queries, pages, blocks, out, None, block_size, min_span=0, fills=True)
     return out
 
 

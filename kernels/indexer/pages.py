@@ -1,4 +1,4 @@
-"""Where the rows of a launch find their index keys, and what is selected. Holds tensors only; no device code."""
+"""Where the rows of a launch find their index keys, and what is selected. Tensors only, no device code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The best entries and candidate blocks of packed rows, within a bounded scratch.
 
-The score matrix of a long context is never written. Maxima over blocks of entries are: the best k
-entries lie in the best k blocks (by their maxima, ties by number), which are then scored again.
+Query tiles are as large as the scratch allows. Nothing is sorted: the best k of a row lie in its best k
+blocks (by their maxima, ties by number), so that most scores are written once and never read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.indexer.op import candidate_scores, check_inputs, launch_scores
+from kernels.indexer.op import candidate_scores, check_inputs, index_dim, launch_scores, unpacked_bytes
 from kernels.indexer.pages import KeyPages, SelectedEntries
 from kernels.indexer.selection_kernel import run_maxima_kernel, select_kernel
 
@@ -26,7 +26,7 @@ def _run_maxima(values: Tensor, limits: Tensor, limit_factor: int, run: int) -> 
     block = min(512, triton.next_power_of_2(num_runs))
     run_maxima_kernel[(num_rows, triton.cdiv(num_runs, block))](
         values, limits, maxima, values.stride(0), maxima.stride(0),
-        LIMIT_FACTOR=limit_factor, FACTOR=run, BLOCK=block, num_warps=4,
+        LIMIT_FACTOR=limit_factor, FACTOR=run, BLOCK=block, IS_EVEN=num_values % run == 0, num_warps=4,
     )  # fmt: skip
     return maxima
 
@@ -52,7 +52,7 @@ def _select(
         num_values, values.stride(0), 0 if parents is None else parents.stride(0),
         0 if names is None else names.stride(0), out.stride(0),
         K=k, WIDTH=width, FACTOR=run, LIMIT_FACTOR=limit_factor, NAME_FACTOR=name_factor, PIN=pins_newest,
-        num_warps=4 if width <= 2048 else 8 if width <= 4096 else 16,
+        num_warps=min(max(width // 512, 4), 32), maxnreg=64,
     )  # fmt: skip
 
 
@@ -65,6 +65,8 @@ def select_topk(
     pins_newest: bool = False,
     names: Tensor | None = None,
     name_factor: int = 1,
+    maxima: Tensor | None = None,
+    run: int = RUN,
     out: Tensor | None = None,
 ) -> Tensor:
     """The k best values of each row, lowest number first on ties; only what is above -inf.
@@ -78,6 +80,9 @@ def select_topk(
         names: [num_rows, n] int32 or int64; number i is then called ``names[i // name_factor] *
             name_factor + i % name_factor``. Names are ascending.
         name_factor: numbers under one name.
+        maxima: [num_rows, ceil(num_values / run)] fp32, last axis dense: the maxima over runs of values,
+            where the caller has them.
+        run: values under one maximum, a power of two.
         out: [num_rows, k] int32 or int64, last axis dense.
 
     Returns:
@@ -105,19 +110,27 @@ def select_topk(
     if num_rows == 0:
         return out
     levels = [(values, limit_factor)]
-    while levels[-1][0].shape[1] > max(RUN * k, 1024):
+    while levels[-1][0].shape[1] > num_values_at_once(k, run):
         below, factor = levels[-1]
-        levels.append((_run_maxima(below, limits, factor, RUN), factor * RUN))
+        is_known = maxima is not None and len(levels) == 1
+        above = maxima if is_known else _run_maxima(below, limits, factor, run)
+        assert above is not None
+        levels.append((above, factor * run))
     parents = None
     for number in reversed(range(len(levels))):
         level, factor = levels[number]
         chosen = out if number == 0 else torch.empty((num_rows, k), dtype=torch.int32, device=values.device)
         _select(
             level, limits, parents, names if number == 0 else None, chosen,
-            k=k, run=RUN, limit_factor=factor, name_factor=name_factor, pins_newest=pins_newest,
+            k=k, run=run, limit_factor=factor, name_factor=name_factor, pins_newest=pins_newest,
         )  # fmt: skip
         parents = chosen
     return out
+
+
+def num_values_at_once(k: int, run: int) -> int:
+    """How many values of a row one program looks at: the runs of the k best maxima, and at least a few."""
+    return max(run * k, 1024)
 
 
 def rows_per_tile(num_bytes_per_row: int, scratch_bytes: int) -> int:
@@ -126,11 +139,11 @@ def rows_per_tile(num_bytes_per_row: int, scratch_bytes: int) -> int:
     return rows // 512 * 512 if rows >= 512 else rows // 64 * 64 if rows >= 64 else rows
 
 
-def _num_bytes_of_maxima(num_values: int, k: int) -> int:
+def _num_bytes_of_levels(num_values: int, k: int, run: int) -> int:
     """Levels above the values of one row, and the selections on the way down."""
     total = 0
-    while num_values > max(RUN * k, 1024):
-        num_values = -(-num_values // RUN)
+    while num_values > num_values_at_once(k, run):
+        num_values = -(-num_values // run)
         total += 4 * (num_values + k)
     return total
 
@@ -168,19 +181,25 @@ def select_entries(
     num_rows, device = q.shape[0], q.device
     entries = torch.empty((num_rows, k), dtype=torch.int64, device=device)
     kept = torch.empty((num_rows, num_blocks), dtype=torch.int64, device=device) if num_blocks else None
-    width = q.shape[2] if q.dtype != torch.uint8 else 2 * q.shape[2]
-    num_query_bytes = q.shape[1] * (width + 8) + 8
-    is_short = blocks is None and (q.dtype != torch.uint8 or pages.max_entries <= max(block_size * k, 1024))
-    if blocks is not None:
-        num_values = blocks.shape[1] * block_size
-        per_row = num_values * 4 + _num_bytes_of_maxima(num_values, k)
-    elif is_short:
-        per_row = pages.max_entries * 4 + _num_bytes_of_maxima(pages.max_entries, k)
-    else:
-        per_row = _num_bytes_of_maxima(-(-pages.max_entries // block_size), k) + k * (4 + 4 * block_size)
+    dim = index_dim(q)
+    num_query_bytes = q.shape[1] * (dim + 8) + 8
+    num_maxima = -(-pages.max_entries // block_size)
+    # Products of packed keys are exact and can be repeated; few entries are not worth it.
+    is_long = (
+        blocks is None
+        and q.dtype == torch.uint8
+        and pages.max_entries > 4 * num_values_at_once(k, block_size)
+    )
     if blocks is None:
-        num_maxima = -(-pages.max_entries // block_size)
-        per_row += num_maxima * 4 + (_num_bytes_of_maxima(num_maxima, num_blocks) if num_blocks else 0)
+        num_values = k * block_size if is_long else pages.max_entries
+        per_row = 4 * num_maxima + _num_bytes_of_levels(num_maxima, max(num_blocks, k), RUN)
+        per_row += _num_bytes_of_levels(num_values, k, block_size)
+        scratch_bytes -= unpacked_bytes(num_rows, pages, dim) if is_long else 0
+    else:
+        num_values = blocks.shape[1] * block_size
+        per_row = _num_bytes_of_levels(num_values, k, RUN)
+        scratch_bytes -= unpacked_bytes(num_rows, pages, dim)
+    per_row += 4 * num_values
     step = rows_per_tile(per_row + num_query_bytes, scratch_bytes)
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
@@ -188,10 +207,10 @@ def select_entries(
         arguments = (q[rows], head_weights[rows], tile)
         if blocks is not None:
             _select_listed(*arguments, blocks[rows], entries[rows], k, block_size)
-        elif is_short:
-            _select_short(*arguments, entries[rows], None if kept is None else kept[rows], k, block_size)
-        else:
+        elif is_long:
             _select_long(*arguments, entries[rows], None if kept is None else kept[rows], k, block_size)
+        else:
+            _select_dense(*arguments, entries[rows], None if kept is None else kept[rows], k, block_size)
     return SelectedEntries(entries, kept)
 
 
@@ -204,27 +223,6 @@ def _select_listed(
     select_topk(scores, everything, k=k, names=blocks, name_factor=block_size, out=entries)
 
 
-def _select_short(
-    q: Tensor,
-    head_weights: Tensor,
-    pages: KeyPages,
-    entries: Tensor,
-    kept: Tensor | None,
-    k: int,
-    block_size: int,
-) -> None:
-    """Over a score matrix, where it is small, or the keys' products are not exact and cannot be repeated."""
-    num_rows, num_blocks = q.shape[0], -(-pages.max_entries // block_size)
-    scores = torch.empty((num_rows, pages.max_entries), dtype=torch.float32, device=q.device)
-    maxima = None
-    if kept is not None:
-        maxima = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=q.device)
-    launch_scores(q, head_weights, pages, scores, maxima, block_size, fills=False)
-    select_topk(scores, pages.num_visible, k=k, out=entries)
-    if kept is not None and maxima is not None:
-        _select_blocks(maxima, pages, kept, block_size)
-
-
 def _select_long(
     q: Tensor,
     head_weights: Tensor,
@@ -234,13 +232,33 @@ def _select_long(
     k: int,
     block_size: int,
 ) -> None:
-    """Maxima of blocks first; then the best k blocks once more, entry by entry."""
+    """Block maxima only, no score matrix; then the best k blocks once more, entry by entry: equal bytes."""
     num_rows, num_blocks = q.shape[0], -(-pages.max_entries // block_size)
     maxima = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=q.device)
     launch_scores(q, head_weights, pages, None, maxima, block_size, fills=False)
+    if kept is not None:
+        _select_blocks(maxima, pages, kept, block_size)
     best = torch.empty((num_rows, k), dtype=torch.int32, device=q.device)
     select_topk(maxima, pages.num_visible, k=k, limit_factor=block_size, out=best)
+    del maxima
     _select_listed(q, head_weights, pages, best, entries, k, block_size)
+
+
+def _select_dense(
+    q: Tensor,
+    head_weights: Tensor,
+    pages: KeyPages,
+    entries: Tensor,
+    kept: Tensor | None,
+    k: int,
+    block_size: int,
+) -> None:
+    """Over the scores of all entries, whose block maxima come from the same launch."""
+    num_rows, num_blocks = q.shape[0], -(-pages.max_entries // block_size)
+    scores = torch.empty((num_rows, pages.max_entries), dtype=torch.float32, device=q.device)
+    maxima = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=q.device)
+    launch_scores(q, head_weights, pages, scores, maxima, block_size, fills=False)
+    select_topk(scores, pages.num_visible, k=k, maxima=maxima, run=block_size, out=entries)
     if kept is not None:
         _select_blocks(maxima, pages, kept, block_size)
 

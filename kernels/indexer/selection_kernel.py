@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Device code of the selection: the k best of a row, without sorting it.
 
 Maxima over runs of a row, and over runs of those, bound where the best can be; a program then finds
@@ -14,19 +15,21 @@ import triton.language as tl
 @triton.jit
 def run_maxima_kernel(
     values_ptr, limits_ptr, maxima_ptr, stride_values, stride_maxima,
-    LIMIT_FACTOR: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+    LIMIT_FACTOR: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Maxima of BLOCK runs of FACTOR values of a row; values from the row's limit on count as -inf."""
     row = tl.program_id(0).to(tl.int64)
-    limit = tl.cdiv(tl.load(limits_ptr + row), LIMIT_FACTOR)
+    limit = tl.cdiv(tl.load(limits_ptr + row).to(tl.int32), LIMIT_FACTOR)
     first = tl.program_id(1) * BLOCK
     if first * FACTOR < limit:
         runs = first + tl.arange(0, BLOCK)
         columns = runs[:, None] * FACTOR + tl.arange(0, FACTOR)[None, :]
-        values = tl.load(
-            values_ptr + row * stride_values + columns, mask=columns < limit, other=float("-inf")
-        )
-        tl.store(maxima_ptr + row * stride_maxima + runs, tl.max(values, 1), mask=runs * FACTOR < limit)
+        source = values_ptr + row * stride_values + columns
+        has_any = runs * FACTOR < limit
+        # Whole runs are loaded where all exist in memory: a mask inside a run would make single loads of it.
+        mask = has_any[:, None] & (IS_EVEN or columns < limit)
+        values = tl.where(columns < limit, tl.load(source, mask=mask, other=float("-inf")), float("-inf"))
+        tl.store(maxima_ptr + row * stride_maxima + runs, tl.max(values, 1), mask=has_any)
 
 
 @triton.jit
@@ -45,7 +48,7 @@ def select_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
-    limit = tl.cdiv(tl.load(limits_ptr + row), LIMIT_FACTOR)
+    limit = tl.cdiv(tl.load(limits_ptr + row).to(tl.int32), LIMIT_FACTOR)
     if parents_ptr is not None:
         is_lane = lane < K * FACTOR
         parent = tl.load(parents_ptr + row * stride_parents + lane // FACTOR, mask=is_lane, other=-1)
@@ -85,9 +88,5 @@ def select_kernel(
     tl.store(target + place, number.to(selected_ptr.dtype.element_ty), mask=is_chosen)
     num_chosen = num_above + tl.minimum(tl.sum(equal.to(tl.int32), 0), room)
     padding = tl.arange(0, triton.next_power_of_2(K))
-    is_padding = (padding >= num_chosen) & (padding < K)
-    tl.store(
-        target + padding,
-        tl.full([triton.next_power_of_2(K)], -1, selected_ptr.dtype.element_ty),
-        mask=is_padding,
-    )
+    nothing = tl.full([triton.next_power_of_2(K)], -1, selected_ptr.dtype.element_ty)
+    tl.store(target + padding, nothing, mask=(padding >= num_chosen) & (padding < K))

@@ -30,7 +30,7 @@ Chunks = Sequence[tuple[int, int]]
 """(visible entries of a sequence's last row, number of its rows); a row sees one entry less than the next."""
 ONE: Chunks = ((140, 20),)
 SHORT: Chunks = ((10, 10), (7, 7), (90, 3), (1, 1), (130, 2))
-SMALL_MIXED: Chunks = (*((9 * i + 1, 1) for i in range(10)), (140, 66), (33, 2))
+SMALL_MIXED: Chunks = (*((9 * i + 1, 1) for i in range(10)), (100, 66), (33, 2))
 DECODE: Chunks = tuple((17 * i % 290 + 1, 1) for i in range(70))
 MIXED: Chunks = (*DECODE, (260, 75), (33, 3), (140, 1))
 
@@ -215,7 +215,7 @@ def entries_case(
         n = i["q"].shape[0]
         selected = select_entries(
             i["q"], i["head_weights"], pages_of(i), k=k, block_size=BLOCK_SIZE, num_blocks=num_blocks,
-            blocks=i["blocks"] if listed else None, scratch_bytes=1 << 19,
+            blocks=i["blocks"] if listed else None, scratch_bytes=3 << 20,
         )  # fmt: skip
         out["entries"][:n] = selected.entries
         if selected.blocks is not None:
@@ -264,22 +264,24 @@ LONG_MIXED: Chunks = ((4000, 90), *DECODE, (6001, 130), (2500, 9))
 CASES = [
     scores_case("small-one", ONE, 16, 32, 2, U8, False),
     scores_case("small-mixed", SMALL_MIXED, 16, 32, 2, U8, False),
-    scores_case("small-spread14", SHORT, 16, 64, 14, U8, False),
     scores_case("small-fp32", SHORT, 16, 32, 2, F32, False),
     candidates_case("small-spread5", SHORT, 16, 64, 5, False),
+    candidates_case("small-unpacked", ONE, 16, 64, 5, False),
     topk_case("small-ties", 1200, 64, is_coarse=True, pins=True, gpu=False),
     entries_case("small-one", ONE, 16, 32, 2, U8, 24, listed=False, gpu=False),
-    entries_case("small-listed", SHORT, 16, 32, 2, U8, 24, listed=True, gpu=False),
     *(scores_case(f"spread{spread}", LONG_MIXED, 32, 128, spread, U8, True) for spread in (0, 2, 4, 14, 40)),
     scores_case("decode", DECODE, 32, 128, 3, U8, True),
     scores_case("bf16", LONG_MIXED, 32, 128, 2, BF16, True),
     scores_case("fp32", MIXED, 32, 128, 2, F32, True),
     *(candidates_case(f"spread{spread}", LONG_MIXED, 32, 128, spread, True) for spread in (2, 14)),
+    *(candidates_case(f"unpacked-spread{spread}", LONG, 32, 128, spread, True) for spread in (2, 14)),
     topk_case("ties", 20_000, 512, is_coarse=True, pins=True, gpu=True),
     topk_case("normal", 131_072, 512, is_coarse=False, pins=False, gpu=True),
     topk_case("blocks", 20_000, 2048, is_coarse=False, pins=True, gpu=True),
     entries_case("long", LONG, 32, 128, 2, U8, 512, listed=False, gpu=True),
+    entries_case("deep", LONG, 32, 128, 3, U8, 64, listed=False, gpu=True),
     entries_case("mixed", LONG_MIXED, 32, 128, 14, U8, 64, listed=False, gpu=True),
     entries_case("listed", LONG_MIXED, 32, 128, 2, U8, 64, listed=True, gpu=True),
+    entries_case("unpacked", LONG, 32, 128, 3, U8, 64, listed=True, gpu=True),
     entries_case("bf16", LONG_MIXED, 32, 128, 2, BF16, 64, listed=False, gpu=True),
 ]
