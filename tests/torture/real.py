@@ -202,8 +202,10 @@ class RealJob:
 
     # Harms
 
-    def _end_driver(self, driver: subprocess.Popen[bytes]) -> None:
-        number = self._random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1])
+    def _end_driver(self, driver: subprocess.Popen[bytes], *numbers: signal.Signals) -> None:
+        number = self._random.choice(
+            numbers or (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)
+        )
         self._log.harms[f"driver {number.name}"] += 1
         driver.send_signal(number)
         driver.wait(_PATIENCE_S)
@@ -229,5 +231,6 @@ class RealJob:
         self._log.harms["rank SIGSTOP, SIGCONT"] += send_signal(pid, signal.SIGSTOP)
         time.sleep(self._random.uniform(0, 3))
         if self._random.random() < 0.3:
-            self._end_driver(driver)
+            # Not SIGUSR1: a drain waits for every rank, and this one cannot answer.
+            self._end_driver(driver, signal.SIGKILL, signal.SIGTERM)
         send_signal(pid, signal.SIGCONT)
