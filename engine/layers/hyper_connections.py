@@ -61,7 +61,7 @@ class ResidualStreams:
         return self._pre
 
     def read(self, site: HyperConnection) -> Tensor:
-        """The next sublayer's input, [num_rows, hidden], collapsed and normed; its mix waits for ``write``."""
+        """The next sublayer's input, [num_rows, hidden], collapsed and normed; its mix is kept."""
         config = self._config
         weights = (self._pre, site.norm_weight, site.fn, site.base, site.scale)
         options = {
