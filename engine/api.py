@@ -7,7 +7,6 @@ one. Nothing here may import torch or triton.
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
@@ -24,9 +23,17 @@ class FinishReason(str, Enum):
     LENGTH = "length"
 
 
+MIN_TEMPERATURE = 1e-5
+"""Below it every draw is the greedy one, and logits divided by it are soon no numbers."""
+
+MIN_REPETITION_PENALTY = 1e-3
+"""Logits are divided by it in fp32, and must stay apart from each other there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. ``temperature`` 0 is greedy and equals ``top_k`` 1.
+    """How one request is sampled. ``temperature`` 0 is greedy and equals ``top_k`` 1; none lies between 0
+    and ``MIN_TEMPERATURE``.
 
     ``max_tokens`` None means "up to the model's length". ``logprobs`` k returns the k most likely
     tokens of every position beside the chosen one. ``seed`` None takes the job's seed.
@@ -47,9 +54,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_number("temperature", 0.0, 100.0)
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be 0, for the most likely token, or at least {MIN_TEMPERATURE:g}, "
+                f"got {self.temperature!r}"
+            )
         self._check_number("top_p", 0.0, 1.0, low_open=True)
         self._check_number("min_p", 0.0, 1.0)
-        self._check_number("repetition_penalty", 0.0, 100.0, low_open=True)
+        self._check_number("repetition_penalty", MIN_REPETITION_PENALTY, 100.0)
         self._check_count("top_k", 0, 2**31 - 1)
         self._check_count("n", 1, 128)
         if self.max_tokens is not None:
@@ -62,18 +74,15 @@ class SamplingParams:
             raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop must be a list of non-empty strings, got {self.stop!r}")
-        if not all(type(i) is int and i >= 0 for i in self.stop_token_ids):
+        is_text = isinstance(self.stop_token_ids, (str, bytes))  # whose items are numbers too
+        if is_text or not all(type(i) is int and i >= 0 for i in self.stop_token_ids):
             raise ValueError(f"stop_token_ids must be a list of ids >= 0, got {self.stop_token_ids!r}")
 
     def _check_number(self, name: str, low: float, high: float, *, low_open: bool = False) -> None:
         value = getattr(self, name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if (
-            not is_number
-            or not math.isfinite(value)
-            or not low <= value <= high
-            or (low_open and value == low)
-        ):
+        # Neither NaN nor a whole number beyond the floats passes the comparison.
+        if not is_number or not low <= value <= high or (low_open and value == low):
             bracket = "(" if low_open else "["
             raise ValueError(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}")
 

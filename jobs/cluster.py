@@ -1,7 +1,7 @@
 """One run of a job on Ray: refuse or begin, start or join the cluster, drive, leave nothing behind.
 
-Owns the life of Ray, of the rank actors and of the signal handlers around one driver; it must not know
-how rows are read, answered or written.
+Owns the life of Ray and of the rank actors around one driver; it must not know how rows are read,
+answered or written.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import importlib.metadata
 import logging
 import os
 import shutil
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ray
@@ -27,8 +25,9 @@ from jobs.job_plan import output_folder, plan_job, record_job, with_absolute_pat
 from jobs.metrics import RayMetrics
 from jobs.rank import EngineBuilder, RankActor, RankSpec, rank_capacity
 from jobs.reaper import MARK, Reaper
+from jobs.stop_signals import StopSignals
 from pipelines.commits import check_destination
-from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, RankReport, StopRequest
+from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, RankReport
 from pipelines.manifest import DriverLock, OutputFolder, check_folder, claim_run, write_plan
 from pipelines.plan import Plan
 from pipelines.report import read_status
@@ -50,13 +49,18 @@ def run_job(job: JobConfig, *, build_engine: EngineBuilder | None = None) -> int
     function that other processes can import; None builds the real engine.
     """
     job = with_absolute_paths(job)
-    plan = plan_job(job)
     folder = output_folder(job)
-    check_folder(folder, plan)
-    check_destination(folder, plan)
     try:
-        with _Stopper() as stopper, _connected(job) as num_ranks:
-            outcome = _drive(RankSpec(job=job, run=0, build_engine=build_engine), plan, num_ranks, stopper)
+        with StopSignals() as signals:
+            plan = plan_job(job)
+            check_folder(folder, plan)
+            check_destination(folder, plan)
+            signals.hold()
+            with _connected(job, signals) as num_ranks:
+                spec = RankSpec(job=job, run=0, build_engine=build_engine)
+                outcome = Outcome.STOPPED if signals.requested else _drive(spec, plan, num_ranks, signals)
+    except KeyboardInterrupt:
+        return EXIT_STOPPED  # before there was anything to stop
     except (JobFailed, OSError) as error:
         logger.error("the job failed: %s", error)
         return EXIT_FAILED
@@ -70,7 +74,7 @@ def run_job(job: JobConfig, *, build_engine: EngineBuilder | None = None) -> int
     return EXIT_TOO_MANY_ERRORS if is_over else EXIT_COMMITTED
 
 
-def _drive(spec: RankSpec, plan: Plan, num_ranks: int, stopper: _Stopper) -> Outcome:
+def _drive(spec: RankSpec, plan: Plan, num_ranks: int, signals: StopSignals) -> Outcome:
     folder = output_folder(spec.job)
     has_begun = folder.state.exists()
     write_plan(folder, plan)
@@ -91,15 +95,21 @@ def _drive(spec: RankSpec, plan: Plan, num_ranks: int, stopper: _Stopper) -> Out
                     cost_per_rank_hour=spec.job.cluster.cost_per_rank_hour,
                     on_metrics=RayMetrics(str(folder.path)).take,
                 )
-                stopper.watch(driver)
+                signals.watch(driver)
                 return driver.run()
             finally:
                 fleet.close()
         except ConfigError:
             # A rank found that the job cannot run at all.
-            if not has_begun and not any(folder.journals.rglob("*.journal")):
+            if not has_begun and not _has_rows(folder, plan):
                 _unwrite(folder)
             raise
+
+
+def _has_rows(folder: OutputFolder, plan: Plan) -> bool:
+    """Whether anything is journaled or committed: an empty file's part has no journal before it."""
+    kept = [*folder.journals.rglob("*.journal"), *folder.commit_file(0).parent.iterdir()]
+    return bool(kept) or any(folder.part_file(name).exists() for name in plan.output_names())
 
 
 def _unwrite(folder: OutputFolder) -> None:
@@ -109,55 +119,16 @@ def _unwrite(folder: OutputFolder) -> None:
         folder.path.rmdir()
 
 
-class _Stopper:
-    """Signals into stop requests, for the time of one run."""
-
-    _MEANING = {  # noqa: RUF012 (read only)
-        signal.SIGTERM: StopRequest.NOW,
-        signal.SIGINT: StopRequest.NOW,
-        signal.SIGUSR1: StopRequest.DRAIN,
-    }
-
-    def __init__(self) -> None:
-        self._requested = StopRequest.NONE
-        self._driver: Driver | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Stopper:
-        self._before = {number: signal.signal(number, self._handle) for number in self._MEANING}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def watch(self, driver: Driver) -> None:
-        """Pass requests on to ``driver``, one that came before included."""
-        for number in self._MEANING:  # Ray put handlers of its own in place when it started.
-            signal.signal(number, self._handle)
-        self._driver = driver
-        driver.request_stop(self._requested)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._requested = max(self._requested, self._MEANING[signal.Signals(number)])
-        if self._driver is not None:
-            self._driver.request_stop(self._requested)
-
-
 @contextlib.contextmanager
-def _connected(job: JobConfig) -> Iterator[int]:
+def _connected(job: JobConfig, signals: StopSignals) -> Iterator[int]:
     """Join the cluster that is named, or start a Ray and end it. Yields how many ranks there will be.
 
     The address "local" is Ray's own word for one that is started.
     """
     address = job.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address != "local":
         try:
-            ray.init(address=address, **quiet)
-        except (ConnectionError, RayError, ValueError) as error:
-            raise ConfigError(f"cannot join the Ray cluster at {address!r}: {error}") from error
-        try:
+            _init_ray(signals, address)
             yield _count_ranks(job)
         finally:
             ray.shutdown()
@@ -167,18 +138,31 @@ def _connected(job: JobConfig) -> Iterator[int]:
     os.environ[MARK] = reaper.mark
     try:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            **quiet,
-        )
+        own = {"num_cpus": num_cpus, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
+        _init_ray(signals, address, **own)
         yield _count_ranks(job)
     finally:
         ray.shutdown()
         del os.environ[MARK]
         reaper.close()
+
+
+def _init_ray(signals: StopSignals, address: str, **options: Any) -> None:
+    """Start or join Ray. ``KeyboardInterrupt`` when a signal made that impossible."""
+    try:
+        try:
+            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **options)
+        finally:
+            signals.install()
+    except SystemExit as error:  # from Ray's own handler of SIGTERM, while it stood in the place of ours
+        raise KeyboardInterrupt from error
+    except Exception as error:  # Ray raises nothing narrower for a node that does not come up
+        if signals.requested:  # a signal to the whole group ends Ray's processes too
+            raise KeyboardInterrupt from error
+        reason = " ".join(str(error).split())
+        if address == "local":
+            raise JobFailed(f"Ray did not start: {reason}") from error
+        raise ConfigError(f"cannot join the Ray cluster at {address!r}: {reason}") from error
 
 
 def _count_ranks(job: JobConfig) -> int:

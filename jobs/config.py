@@ -240,11 +240,15 @@ def _set_key(tree: dict[str, Any], key: str, value: object) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-3 is a number (as in YAML 1.2) and a repeated key is an error."""
+    """Safe YAML: 1e-3 is a number (as in YAML 1.2); a key that is repeated, or a list, is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be a word, not a list or a mapping", key_node.start_mark
+                )
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key_node.value} is given twice", key_node.start_mark
@@ -260,9 +264,13 @@ _Loader.add_implicit_resolver(
 
 def _parse_yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
-    except yaml.YAMLError as error:
+        value = yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
+        json.dumps(value, default=str)  # YAML can also say what is no tree, and keys that are no words
+    except RecursionError as error:
+        raise ConfigError(f"{where} is nested too deeply") from error
+    except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+    return value
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from typing import Protocol
 import pyarrow as pa
 
 from engine import Request, RequestRejected
+from engine.api import SAMPLING_FIELDS
 from jobs.shard_cache import ShardCache
+from pipelines.chat import CHAT_COLUMNS
 from pipelines.ledger import Lease
 from pipelines.shared_prefixes import shared_prefix_ends
 from pipelines.sink import JournalWriter
@@ -110,11 +112,21 @@ class LeaseReader:
 
 
 def read_values(batch: pa.RecordBatch, index: int) -> dict[str, object]:
-    """One row as Python values. A text that is not UTF-8 refuses the row."""
+    """One row as Python values. A text that is not UTF-8, or a value that Python has not, refuses the row."""
     values: dict[str, object] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
             values[name] = column[index].as_py()
         except UnicodeDecodeError as error:
             raise RequestRejected("not_utf8", f"{name} is not UTF-8: {error}") from error
+        except Exception as error:  # of Arrow, of calendars and time zones, of what a type brings with it
+            raise RequestRejected(
+                _code_of(name), f"column {name} is {column.type}, and its value cannot be read: {error}"
+            ) from error
     return values
+
+
+def _code_of(column: str) -> str:
+    if column in SAMPLING_FIELDS:
+        return "bad_sampling_param"
+    return "bad_chat_option" if column in CHAT_COLUMNS else "unreadable_value"

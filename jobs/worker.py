@@ -145,8 +145,9 @@ class RankWorker:
         self._num_turns += 1
         try:
             return self._turn()
-        except Exception as error:
-            # The boundary of the rank: whatever it was, this engine is not trusted with another row.
+        except BaseException as error:
+            # The boundary of the rank: whatever it was, this engine is not trusted with another row. A panic
+            # of a library written in Rust is no Exception, and would end this thread unheard.
             self._fail(error)
             return False
 

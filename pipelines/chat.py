@@ -44,7 +44,8 @@ class ChatOptions:
 
     def __post_init__(self) -> None:
         effort = self.reasoning_effort
-        if effort not in EFFORTS and not (type(effort) is int and 1 <= effort <= 100):
+        is_word = isinstance(effort, str) and effort in EFFORTS
+        if not is_word and not (type(effort) is int and 1 <= effort <= 100):
             raise ValueError(f"reasoning_effort must be low, high, max or 1..100, got {effort!r}")
 
     @property

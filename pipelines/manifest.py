@@ -157,8 +157,10 @@ def load_plan(folder: OutputFolder) -> Plan:
 
 def check_folder(folder: OutputFolder, plan: Plan) -> None:
     """Refuse a folder that holds another job, or files that a plain read would mix with ours."""
-    if folder.path.exists() and not folder.path.is_dir():
-        raise ConfigError(f"output.path {str(folder.path)!r} is a file; it must be a folder")
+    for above in (folder.path, *folder.path.parents):
+        if above.exists() and not above.is_dir():
+            key = "output.path" if plan.parts.url is None else "output.state_dir"
+            raise ConfigError(f"{key} {str(folder.path)!r} cannot be a folder: {str(above)!r} is a file")
     has_plan = folder.plan_file.is_file()
     if has_plan:
         difference = describe_difference(load_plan(folder), plan)
@@ -181,12 +183,20 @@ def _visible_files(folder: OutputFolder) -> Iterator[str]:
 
 def write_plan(folder: OutputFolder, plan: Plan) -> None:
     """Write the plan if the folder has none; of two writers one wins, and the other must agree with it."""
-    for needed in (folder.runs, folder.journals, folder.temporary, folder.commit_file(0).parent):
-        needed.mkdir(parents=True, exist_ok=True)
     temporary = folder.temporary / f"plan-{os.getpid()}-{time.time_ns()}.json"
-    write_durably(temporary, plan.to_json().encode())
-    if not try_link(temporary, folder.plan_file):
+    try:
+        for needed in (folder.runs, folder.journals, folder.temporary, folder.commit_file(0).parent):
+            needed.mkdir(parents=True, exist_ok=True)
+        write_durably(temporary, plan.to_json().encode())
+        is_first = try_link(temporary, folder.plan_file)
+    except FileNotFoundError as error:  # the driver at work cleans up what it did not write itself
+        raise _occupied(folder) from error
+    if not is_first:
         check_folder(folder, plan)
+
+
+def _occupied(folder: OutputFolder) -> ConfigError:
+    return ConfigError(f"another run is at work on {str(folder.path)!r}; wait for it or stop it")
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -241,16 +251,19 @@ class DriverLock:
     """Held by the driver at work on a folder; the system frees it when that process ends, however it does."""
 
     def __init__(self, folder: OutputFolder) -> None:
-        self._path = folder.lock_file
+        self._folder = folder
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> DriverLock:
-        self._file = open(self._path, "ab")
-        if not _try_lock(self._file, fcntl.LOCK_EX):
+        path = self._folder.lock_file
+        try:
+            self._file = open(path, "ab")
+        except FileNotFoundError as error:
+            raise _occupied(self._folder) from error
+        # A driver whose job was refused takes its folder away, and the lock that we waited for with it.
+        if not _try_lock(self._file, fcntl.LOCK_EX) or not _is_at(self._file, path):
             self._file.close()
-            raise ConfigError(
-                f"another run is at work on {str(self._path.parent.parent)!r}; wait for it or stop it"
-            )
+            raise _occupied(self._folder)
         return self
 
     def __exit__(
@@ -268,6 +281,13 @@ def is_driver_alive(folder: OutputFolder) -> bool:
     try:
         with open(folder.lock_file, "rb") as file:
             return not _try_lock(file, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
 

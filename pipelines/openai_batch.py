@@ -42,13 +42,14 @@ def read_line(line: bytes) -> tuple[str | None, str | None, str | None, str | No
     """One line as the values of ``REQUEST_COLUMNS``; what is not as it should be is null."""
     try:
         request = json.loads(line)
-    except ValueError:
+        body = request.get("body") if isinstance(request, dict) else None
+        text = json.dumps(body) if isinstance(body, dict) else None
+    except (ValueError, RecursionError):  # no JSON, or nested deeper than anyone can read it
         return None, None, None, None
     if not isinstance(request, dict):
         return None, None, None, None
     custom_id, method, url = (_text(request.get(name)) for name in REQUEST_COLUMNS[:3])
-    body = request.get("body")
-    return custom_id, method, url, json.dumps(body) if isinstance(body, dict) else None
+    return custom_id, method, url, text
 
 
 def _text(value: object) -> str | None:

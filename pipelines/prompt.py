@@ -6,8 +6,9 @@ shards or output columns, and of the model only its config and tokenizer files.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -71,12 +72,14 @@ class PromptRenderer:
         not null; other columns are ignored. A row of ``REQUEST_COLUMNS`` holds these in its body.
         """
         if REQUEST_COLUMNS[-1] in row:
-            row = request_values(row)
+            with _row_boundary("bad_request"):
+                row = request_values(row)
         present = [column for column in PROMPT_COLUMNS if column in row]
         if len(present) != 1:
             raise ValueError(f"a row needs exactly one of {', '.join(PROMPT_COLUMNS)}, got {present}")
         (column,) = present
-        token_ids = self._token_ids(column, row)
+        with _row_boundary("bad_messages" if column == "messages" else "bad_prompt_type"):
+            token_ids = self._token_ids(column, row)
         if not token_ids:
             raise RequestRejected("empty_prompt", f"{column} has no tokens")
         if len(token_ids) >= self._max_model_len:
@@ -85,7 +88,8 @@ class PromptRenderer:
                 f"the prompt has {len(token_ids)} tokens, the limit is {self._max_model_len - 1} "
                 f"(model length {self._max_model_len}, one token for the answer)",
             )
-        sampling = override_sampling(self._sampling, row)
+        with _row_boundary("bad_sampling_param"):
+            sampling = override_sampling(self._sampling, row)
         return Request(request_id=row_id, prompt_token_ids=token_ids, sampling=sampling)
 
     def check_column(self, column: str) -> None:
@@ -133,6 +137,19 @@ class PromptRenderer:
         return [self._bos_token_id, *token_ids[num_bos:]]
 
 
+@contextlib.contextmanager
+def _row_boundary(code: str) -> Iterator[None]:
+    """Values come as deep and as odd as a file can hold them: what they break is their row's error."""
+    try:
+        yield
+    except (RequestRejected, ConfigError):
+        raise
+    except RecursionError as error:
+        raise RequestRejected(code, "the row holds a value that is nested too deeply") from error
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+        raise RequestRejected(code, f"the row cannot be rendered: {error}") from error
+
+
 def _check_text(value: object) -> str:
     if isinstance(value, bytes):
         try:
@@ -175,12 +192,12 @@ def _as_parameter(name: str, value: Any) -> Any:
     if get_origin(_TYPES[name]) is tuple:
         if name == "stop" and isinstance(value, str):
             return (value,)
-        if isinstance(value, str) or not isinstance(value, Sequence):
+        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
             raise ValueError(f"{name} must be a list, got {value!r}")
         return tuple(value)
     if int in kinds and isinstance(value, float) and value.is_integer():
         return int(value)  # nulls in a column of counts make it one of floats for some writers
-    if float in kinds and type(value) is int:
+    if float in kinds and type(value) is int and abs(value) <= 2**53:
         return float(value)
     return value
 

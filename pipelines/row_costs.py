@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -42,14 +41,19 @@ def estimate_costs(reader: RowReader, plan: Plan, shard: Shard) -> RowCosts:
     job_n = _number(plan.settings.get("sampling.n", 1), 1)
     tokens, keys = array("q"), []
     for batch in reader.read(shard.path, shard.start, shard.stop):
-        names = batch.schema.names
-        own_out = batch.column("max_tokens").to_pylist() if "max_tokens" in names else [None] * batch.num_rows
-        own_n = batch.column("n").to_pylist() if "n" in names else [None] * batch.num_rows
         prompts = _prompts(batch.column(plan.contract.prompt_column))
+        own_out, own_n = _own_numbers(batch, "max_tokens"), _own_numbers(batch, "n")
         for (num_tokens, key), out, n in zip(prompts, own_out, own_n, strict=True):
             tokens.append(max(1, num_tokens + _number(out, job_out) * _number(n, job_n)))
             keys.append(key)
     return RowCosts(tokens, _group(keys))
+
+
+def _own_numbers(batch: pa.RecordBatch, name: str) -> list[object]:
+    """The rows' own values of a count. Nothing else is read: Python may not be able to hold it."""
+    type_ = batch.schema.field(name).type if name in batch.schema.names else pa.null()
+    is_number = pa.types.is_integer(type_) or pa.types.is_floating(type_)
+    return list(batch.column(name).to_pylist()) if is_number else [None] * batch.num_rows
 
 
 def _number(value: object, default: int) -> int:
@@ -66,7 +70,7 @@ def _prompts(column: pa.Array) -> Iterator[tuple[int, bytes]]:
     if _is_list(t) and pa.types.is_integer(t.value_type):
         heads = pc.list_slice(column, 0, _KEY_BYTES // 8)
         for length, head in zip(pc.list_value_length(column).to_pylist(), heads.to_pylist(), strict=True):
-            yield length or 0, array("q", [i or 0 for i in head or ()]).tobytes()
+            yield length or 0, array("Q", [(i or 0) % 2**64 for i in head or ()]).tobytes()
     else:
         for value in column:
             data = _text(value)
@@ -80,16 +84,19 @@ def _is_list(type_: pa.DataType) -> bool:
 
 
 def _text(value: pa.Scalar) -> bytes:
-    """A text's bytes, or those of all texts inside messages, in their order."""
-    if pa.types.is_list(value.type) or pa.types.is_large_list(value.type):
-        return b"\n".join(map(_text, value)) if value.is_valid else b""
-    if pa.types.is_struct(value.type):
-        return b"\n".join(_text(item) for item in value.values()) if value.is_valid else b""
-    if isinstance(value, pa.StringScalar | pa.BinaryScalar | pa.LargeStringScalar | pa.LargeBinaryScalar):
-        buffer = value.as_buffer()
-        return b"" if buffer is None else buffer.to_pybytes()
-    plain: Any = value.as_py()
-    return plain.encode("utf-8", "surrogatepass") if isinstance(plain, str) else b""
+    """A text's bytes, or those of all texts inside messages, in their order. Nothing else is read."""
+    if not value.is_valid:
+        return b""
+    if isinstance(value, pa.ListScalar):
+        return b"\n".join(map(_text, value.values))
+    if isinstance(value, pa.StructScalar):  # by number: two of its fields may have one name
+        return b"\n".join(_text(value[index]) for index in range(value.type.num_fields))
+    if isinstance(value, pa.DictionaryScalar):
+        return _text(value.value)
+    if isinstance(value, pa.StringScalar | pa.BinaryScalar):
+        data: bytes = value.as_buffer().to_pybytes()
+        return data
+    return b""
 
 
 def _group(keys: Sequence[bytes]) -> array[int]:

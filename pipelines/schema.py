@@ -230,6 +230,12 @@ def _top_logprobs(completion: Completion) -> list[list[dict[str, Any]]] | None:
     ]
 
 
+def _error_message(row: FinishedRow, is_list: bool) -> str | None:
+    """It may quote the row, and JSON can say half a surrogate pair, which no text can hold."""
+    message = row.error_message
+    return None if message is None else message.encode("utf-8", "backslashreplace").decode()
+
+
 _VALUES: dict[str, _Value] = {
     ROW: lambda row, is_list: row.row,
     NUM_PREEMPTIONS: _of_output(lambda o: o.num_preemptions),
@@ -239,7 +245,7 @@ _VALUES: dict[str, _Value] = {
     "finish_reason": _of_samples(lambda c: c.finish_reason.value),
     "status": lambda row, is_list: STATUS_ERROR if row.output is None else STATUS_OK,
     "error": lambda row, is_list: row.error,
-    "error_message": lambda row, is_list: row.error_message,
+    "error_message": _error_message,
     "num_prompt_tokens": _of_output(lambda o: o.num_prompt_tokens),
     "num_completion_tokens": _of_samples(lambda c: len(c.token_ids)),
     "num_cached_tokens": _of_output(lambda o: o.num_cached_tokens),

@@ -162,6 +162,53 @@ def test_text_that_is_not_utf8_is_an_error_row_and_passes_through(
     ]
 
 
+def unreadable() -> dict[str, pa.Array]:
+    """Columns whose second value has no counterpart in Python."""
+    is_null = pa.array([True, False, True])
+    numbers = pa.array([1, 2**62, 1], pa.int64())
+    return {
+        "too far": numbers.cast(pa.timestamp("us")),
+        "too long": numbers.cast(pa.duration("ms")),
+        "no zone": pa.array([1, 2, 1], pa.timestamp("us", "Mars/Olympus")),
+        "one name twice": pa.StructArray.from_arrays([numbers, numbers], ["a", "a"], mask=is_null),
+    }
+
+
+@pytest.mark.parametrize("kind", unreadable())
+@pytest.mark.parametrize(
+    ("column", "code"),
+    [
+        ("messages", "unreadable_value"),
+        ("temperature", "bad_sampling_param"),
+        ("thinking", "bad_chat_option"),
+        ("passed_on", None),
+    ],
+)
+def test_a_value_that_python_cannot_hold_is_its_rows_error(
+    tmp_path: Path, folder: OutputFolder, bard_path: Path, kind: str, column: str, code: str | None
+) -> None:
+    messages = pa.array([[{"role": "user", "content": "hi"}]] * 3)
+    pq.write_table(pa.table({"messages": messages, column: unreadable()[kind]}), tmp_path / "in.parquet")
+    renderer = build_renderer(bard_path, SamplingParams(), ChatOptions())
+    driver, fleet = start_run(folder, make_plan(tmp_path / "in.parquet"), renderer=renderer)
+    assert driver.run() is Outcome.COMMITTED
+    assert fleet.num_started <= fleet.num_slots, "no rank died of it"
+    rows = pq.read_table(next(folder.path.glob("*.parquet")), columns=["error", "error_message"]).to_pylist()
+    assert rows[1]["error"] == code
+    assert code is None or f"column {column} " in rows[1]["error_message"]
+
+
+def test_an_error_may_quote_what_no_text_can_hold(
+    tmp_path: Path, folder: OutputFolder, bard_path: Path
+) -> None:
+    calls = '[{"function": {"name": "f\\ud800", "arguments": 1}}]'
+    messages = [[{"role": "assistant", "tool_calls": calls}]]
+    pq.write_table(pa.table({"messages": messages}), tmp_path / "in.parquet")
+    (row,) = run_text_job(folder, tmp_path / "in.parquet", bard_path)
+    assert row["error"] == "bad_messages"
+    assert "f\\ud800" in row["error_message"]
+
+
 def test_c11_string_flavours_may_differ_between_files(
     tmp_path: Path, folder: OutputFolder, bard_path: Path
 ) -> None:

@@ -139,6 +139,21 @@ def test_a_stopped_job_says_75_and_goes_on_when_run_again(
     assert read_status(job.output).num_reused == stopped.num_ok
 
 
+def test_a_job_that_is_stopped_while_its_ray_starts_says_75_and_leaves_nothing(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job()
+    write_prompts(job.input / "in.parquet", [[1]])
+    driver = job.start()
+    while not job.processes(b"gcs_server"):
+        assert driver.poll() is None
+        time.sleep(0.02)
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(60) == 75
+    assert job.is_gone()
+    assert not job.output.exists()
+
+
 def test_c12b_a_row_that_kills_its_process_is_quarantined(make_job: Callable[..., Job]) -> None:
     job = make_job("output.max_error_rate=0.001")
     prompts = random_prompts(random.Random(9), 60)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.api import SamplingParams
+from engine.api import MIN_TEMPERATURE, SamplingParams
 from engine.errors import EngineDead
 from engine.sampler import SampledTokens, Sampler, SamplingRow
 
@@ -102,6 +102,15 @@ def test_temperature_zero_equals_top_k_one_and_takes_the_lowest_id_of_equals() -
     assert zero == one
     assert zero.token_ids[:2] == [0, 400]
     assert zero.token_ids == logits.argmax(-1).tolist()
+
+
+def test_the_lowest_temperature_still_draws_the_most_likely_token() -> None:
+    logits = random_logits(16)
+    params = SamplingParams(temperature=MIN_TEMPERATURE)
+    rows = [make_row(params, i) for i in range(16)]
+    assert Sampler(VOCAB, 0).sample(logits, rows).token_ids == logits.argmax(-1).tolist()
+    with pytest.raises(ValueError, match="at least 1e-05"):
+        SamplingParams(temperature=MIN_TEMPERATURE / 2)
 
 
 @pytest.mark.parametrize(

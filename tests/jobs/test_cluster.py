@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,8 @@ from jobs.config import JobConfig, load_job
 from jobs.environment import SPEED_ONLY
 from jobs.job_plan import fingerprint_model, plan_job
 from jobs.reaper import MARK, Reaper, reap
-from pipelines.plan import describe_difference
+from pipelines.manifest import OutputFolder
+from pipelines.plan import Plan, describe_difference
 from tests.small_jobs import random_prompts, write_prompts
 
 
@@ -57,9 +59,90 @@ def test_refusals_come_before_anything_is_written(tmp_path: Path, make_job: Any)
     refused(tmp_path, make_job(f"input.path={tmp_path}/none/*.parquet"), "matches no Parquet file")
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "text.parquet")
     refused(tmp_path, make_job(f"input.path={tmp_path}/text.parquet"), "has no prompt")
+    refused(tmp_path, make_job(f"output.path={tmp_path}/text.parquet/out"), "cannot be a folder")
     (tmp_path / "out").mkdir()
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "out" / "old.parquet")
     refused(tmp_path, make_job(), "which is not this job's")
+
+
+def exit_as_ray_does(number: int, frame: object) -> None:
+    sys.exit(number)
+
+
+@pytest.mark.parametrize("moment", ["planning", "starting", "started"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_before_the_first_row_is_a_clean_stop(
+    tmp_path: Path, make_job: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, moment: str
+) -> None:
+    job = make_job()
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    happened = []
+
+    def happen(now: str) -> None:
+        happened.append(now)
+        if now == moment:
+            os.kill(os.getpid(), number)
+
+    def plan(job: JobConfig) -> Plan:
+        happen("planning")
+        return plan_job(job)
+
+    def start(**_: object) -> None:
+        happen("starting")
+        signal.signal(signal.SIGTERM, exit_as_ray_does)
+        happen("started")
+
+    monkeypatch.setattr("jobs.cluster.plan_job", plan)
+    monkeypatch.setattr("ray.init", start)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1.0})
+    before = snapshot(tmp_path)
+    assert run_job(job) == 75
+    assert happened[-1] == moment or moment == "starting"
+    assert snapshot(tmp_path) == before
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == handlers
+
+
+@pytest.mark.parametrize("error", [Exception, RuntimeError, ConnectionError, ValueError])
+def test_a_ray_that_does_not_start_is_said_in_one_sentence(
+    tmp_path: Path,
+    make_job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[Exception],
+) -> None:
+    def fail(**_: object) -> None:
+        raise error("The node timed out\nduring startup.")
+
+    monkeypatch.setattr("ray.init", fail)
+    before = snapshot(tmp_path)
+    assert run_job(make_job()) == 1
+    assert caplog.messages == ["the job failed: Ray did not start: The node timed out during startup."]
+    refused(
+        tmp_path, make_job("cluster.address=10.0.0.1:6379"), "cannot join the Ray cluster at '10.0.0.1:6379'"
+    )
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_job_that_a_rank_refuses_is_taken_back_unless_something_is_committed(
+    tmp_path: Path, make_job: Any, monkeypatch: pytest.MonkeyPatch, is_committed: bool
+) -> None:
+    job = make_job()
+    folder = OutputFolder(tmp_path / "out")
+    part = folder.part_file(plan_job(job).part_name(0))
+
+    def refuse(driver: object) -> None:
+        if is_committed:
+            part.touch()  # an empty file's: there is no journal
+        raise ConfigError("unsupported")
+
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1.0})
+    monkeypatch.setattr("jobs.cluster.Driver.run", refuse)
+    with pytest.raises(ConfigError, match="unsupported"):
+        run_job(job)
+    assert part.exists() == folder.plan_file.exists() == is_committed
+    assert folder.path.exists() == is_committed
 
 
 def test_settings_that_change_answers_make_another_job(make_job: Any) -> None:

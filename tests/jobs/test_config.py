@@ -111,6 +111,12 @@ def test_an_unknown_section_of_a_file_names_the_nearest(tmp_path: Path) -> None:
         ("sampling={top_k: 1}", ["whole section sampling"]),
         ("sampling", ["section.key=value", "'sampling'"]),
         ("sampling.stop=[", ["--set sampling.stop", "not valid YAML"]),
+        ("sampling.n={? [1, 2] : 3}", ["--set sampling.n", "not valid YAML", "a key must be a word"]),
+        ("sampling.n={2026-01-01: 3}", ["--set sampling.n", "not valid YAML"]),
+        ("sampling.n=2026-13-41", ["--set sampling.n", "not valid YAML", "month"]),
+        ("sampling.n=&a [*a]", ["--set sampling.n", "not valid YAML", "Circular"]),
+        (f"sampling.n={'[' * 5000}", ["--set sampling.n", "nested too deeply"]),
+        ("sampling.temperature=1e-6", ["temperature", "at least 1e-05", "1e-06"]),
     ],
 )
 def test_a_wrong_value_is_named(override: str, parts: list[str]) -> None:
@@ -134,6 +140,9 @@ def test_a_missing_path_says_how_to_give_it(section: str) -> None:
         ("model: {path: a, path: b}", "given twice"),
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
         ("model: [", "not valid YAML"),
+        ("? {a: b}\n: c", "not valid YAML"),
+        ("model: &a {path: *a}", "not valid YAML"),
+        ("model: " + "[" * 5000, "nested too deeply"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, reason: str) -> None:

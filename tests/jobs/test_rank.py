@@ -166,6 +166,26 @@ def test_a_dead_engine_ends_the_rank_and_leaves_the_suspects_named(tmp_path: Pat
     assert len(state.started) < 30, "rows that were not touched are no suspects"
 
 
+class Panic(BaseException):
+    """What a library written in Rust raises when it breaks."""
+
+
+@pytest.mark.parametrize("error", [Panic, MemoryError, SystemExit, RuntimeError])
+def test_whatever_a_step_raises_ends_the_rank_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    rank = Rank(tmp_path, [[1]])
+
+    def break_down() -> None:
+        raise error("broken")
+
+    monkeypatch.setattr(rank.engine, "step", break_down)
+    rank.exchange(prepare=True, leases=(lease(1, (0, 1)),))
+    rank.worker.run()
+    with pytest.raises(EngineDead, match="broken"):
+        rank.exchange()
+
+
 def test_a_refusing_model_and_a_full_disk_are_the_jobs_business(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,41 @@ def test_a_folder_with_other_files_is_refused(folder: OutputFolder, source: Path
     pq.write_table(pa.table({"a": [1]}), folder.path / "old.parquet")
     with pytest.raises(ConfigError, match=r"holds 'old\.parquet'"):
         check_folder(folder, make_plan(source))
+
+
+@pytest.mark.parametrize("below", [".", "a", "a/b"])
+def test_a_path_below_a_file_is_no_folder(tmp_path: Path, source: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be a folder: .*/file' is a file"):
+        check_folder(OutputFolder(tmp_path / "file" / below), make_plan(source))
+
+
+def test_a_driver_that_is_cleaned_away_by_another_is_refused(
+    folder: OutputFolder, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(source)
+
+    def write_and_lose(path: Path, content: bytes) -> None:
+        path.write_bytes(content)
+        path.unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipelines.manifest.write_durably", write_and_lose)
+        with pytest.raises(ConfigError, match="another run is at work"):
+            write_plan(folder, plan)
+    write_plan(folder, plan)
+    shutil.rmtree(folder.state)
+    with pytest.raises(ConfigError, match="another run is at work"), DriverLock(folder):
+        pass
+    write_plan(folder, plan)
+
+    def lock_and_lose(*_: object) -> bool:
+        shutil.rmtree(folder.state)
+        return True
+
+    monkeypatch.setattr("pipelines.manifest._try_lock", lock_and_lose)
+    with pytest.raises(ConfigError, match="another run is at work"), DriverLock(folder):
+        pass
 
 
 def test_a_part_of_another_job_is_refused(folder: OutputFolder, source: Path) -> None:

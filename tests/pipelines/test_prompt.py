@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import shutil
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from engine import ConfigError, RequestRejected, SamplingParams
+from engine.api import SAMPLING_FIELDS
 from pipelines.chat import ChatOptions
+from pipelines.openai_batch import REQUEST_COLUMNS, read_line
 from pipelines.prompt import PromptRenderer, build_renderer
 
 BARD = Path(__file__).resolve().parents[2] / "examples" / "bard" / "model"
@@ -143,6 +147,56 @@ def test_every_bad_prompt_has_a_code(row: dict[str, Any], code: str) -> None:
     assert rejection(row).code == code
 
 
+DEEP = "[" * 30_000 + "]" * 30_000
+UNWRITABLE = (datetime.datetime(2026, 1, 1), Decimal("1.5"), b"\xff", {"k": {1}}, {(1, 2): 3}, object())
+
+
+def calling(arguments: object, **call: object) -> dict[str, Any]:
+    calls = [{"function": {"name": "f", "arguments": arguments}, **call}]
+    turns = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "x", "tool_call_id": {}}]
+    return {"messages": [{"role": "user", "content": "x"}, *turns]}
+
+
+def declaring(tools: object) -> dict[str, Any]:
+    return {"messages": [{"role": "system", "content": "x", "tools": tools}]}
+
+
+def with_effort(effort: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": effort}
+
+
+@pytest.mark.parametrize("kind", ["release", "template"])
+def test_no_value_of_a_row_gets_past_its_rendering(model_copy: Path, kind: str) -> None:
+    if kind == "template":
+        (model_copy / "chat_template.jinja").write_text(
+            "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls }}{{ m | tojson }}{% endfor %}"
+        )
+    else:
+        (model_copy / "encoding").mkdir()
+        (model_copy / "encoding" / "encoding.py").write_text('TOOLS_TEMPLATE = "{tool_schemas}"')
+    renderer = build(model_copy)
+    for value in UNWRITABLE:
+        for row in (calling({"a": value}), declaring([{"function": {"a": value}}])):
+            assert rejection(row, renderer).code == "bad_messages", row
+        assert rejection({"prompt_token_ids": [value]}, renderer).code == "bad_token_id"
+        for name in SAMPLING_FIELDS:
+            assert rejection({"prompt": "x", name: value}, renderer).code == "bad_sampling_param", name
+        assert rejection(with_effort(value), renderer).code == "bad_chat_option"
+    assert rejection(with_effort([1]), renderer).code == "bad_chat_option"
+    if kind == "release":
+        for row in (calling(DEEP), calling(f'{{"a": {DEEP}}}'), declaring(DEEP), calling({}, id=[1])):
+            assert rejection(row, renderer).code == "bad_messages"
+
+
+def test_a_request_that_nobody_can_read_is_a_bad_request() -> None:
+    for body in (DEEP, f'{{"prompt": "x", "user": {DEEP}}}'):
+        line = f'{{"custom_id": "a", "url": "/v1/completions", "body": {body}}}'
+        row = dict(zip(REQUEST_COLUMNS, read_line(line.encode()), strict=True))
+        assert rejection(row).code == "bad_request"
+        row |= {"custom_id": "a", "url": "/v1/completions", "body": body}
+        assert rejection(row).code == "bad_request"
+
+
 def test_bytes_that_are_utf8_are_text() -> None:
     assert RENDERER.render({"prompt": "né".encode()}, "r") == RENDERER.render({"prompt": "né"}, "r")
 
@@ -199,6 +253,12 @@ def test_columns_override_the_jobs_parameters() -> None:
         ("stop", 4),
         ("stop_token_ids", "12"),
         ("stop_token_ids", [-1]),
+        ("stop_token_ids", b"12"),
+        ("temperature", 5e-324),
+        ("temperature", 9.9e-06),
+        ("temperature", 10**310),
+        ("temperature", float("nan")),
+        ("repetition_penalty", 0.0009),
     ],
 )
 def test_a_bad_parameter_names_its_column_and_value(column: str, value: object) -> None:

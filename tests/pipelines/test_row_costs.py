@@ -38,6 +38,18 @@ def test_every_kind_of_prompt_has_a_length(tmp_path: Path) -> None:
     assert list(costs_of(tmp_path, pa.table({"prompt": dictionary}), **few).tokens) == [13]
 
 
+def test_what_python_cannot_hold_is_not_read(tmp_path: Path) -> None:
+    far = pa.array([2**62], pa.timestamp("us"))
+    twice = pa.StructArray.from_arrays([far, pa.array(["x" * 40])], ["a", "a"])
+    mapped = pa.array([[("k", "x" * 40)]], pa.map_(pa.string(), pa.string()))
+    few = {"sampling.max_tokens": 3}
+    for prompt, least in ((far, 3), (twice, 13), (mapped, 13)):
+        table = pa.table({"messages": prompt, "max_tokens": far, "n": twice})
+        assert least <= costs_of(tmp_path, table, **few).tokens[0] <= least + 1
+    ids = pa.array([[2**64 - 1]], pa.list_(pa.uint64()))
+    assert list(costs_of(tmp_path, pa.table({"prompt_token_ids": ids}), **few).tokens) == [4]
+
+
 def test_a_rows_own_limits_count(tmp_path: Path) -> None:
     table = pa.table({"prompt": ["x" * 40] * 3, "max_tokens": [5, None, 100], "n": [2, None, 1]})
     assert list(costs_of(tmp_path, table, **{"sampling.max_tokens": 7}).tokens) == [20, 17, 110]
