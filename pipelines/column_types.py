@@ -90,13 +90,33 @@ def _shared_metadata(found: Sequence[dict[bytes, bytes] | None]) -> dict[bytes, 
     return kept or None
 
 
+def check_convertible(files: Sequence[tuple[str, pa.Schema]], schema: pa.Schema) -> None:
+    """Refuse a column that Arrow cannot bring from a file's type to ``schema``'s, by doing it to a null."""
+    wanted = [(field.name, field.type) for field in schema]
+    tried: set[tuple[str, pa.DataType]] = set()
+    for file_name, file in files:
+        types = dict(zip(file.names, file.types, strict=True))
+        for name, type_ in wanted:
+            found = types.get(name, pa.null())
+            if (name, found) in tried:
+                continue
+            tried.add((name, found))
+            try:
+                _conform(pa.nulls(1, found), type_)
+            except pa.ArrowException as error:
+                raise ConfigError(
+                    f"column {name!r} is {found} in input file {file_name!r} and cannot be made {type_}: "
+                    f"leave it out with output.columns, or write it otherwise ({error})"
+                ) from error
+
+
 def check_writable(schema: pa.Schema) -> None:
-    """Refuse a column that Parquet has no place for, by asking the writer itself."""
+    """Refuse a column that Parquet has no place for, by asking the writer itself for place for a null."""
     for field in schema:
-        alone = pa.schema([field])
+        alone = pa.schema([field.with_nullable(True)])
         try:
             with pq.ParquetWriter(io.BytesIO(), alone) as writer:
-                writer.write_table(alone.empty_table())
+                writer.write_table(pa.Table.from_arrays([pa.nulls(1, field.type)], schema=alone))
         except (pa.ArrowException, NotImplementedError) as error:
             raise ConfigError(
                 f"column {field.name!r} is {field.type}, which Parquet cannot hold: leave it out with "

@@ -17,7 +17,7 @@ from engine.api import SAMPLING_FIELDS, Completion, RequestOutput
 from engine.errors import ConfigError
 from pipelines.chat import CHAT_COLUMNS
 from pipelines.column_types import STRING as STRING
-from pipelines.column_types import check_writable, unify_files
+from pipelines.column_types import check_convertible, check_writable, unify_files
 from pipelines.openai_batch import REQUEST_COLUMNS
 from pipelines.prompt import PROMPT_COLUMNS
 
@@ -122,6 +122,7 @@ def build_contract(
     )
     passed = _choose(found, columns)
     check_writable(passed)
+    check_convertible(files, passed)
     clashes = set(passed.names) & {prefix + ours for ours in ["row_id", *answered.names]}
     if clashes:
         raise ConfigError(

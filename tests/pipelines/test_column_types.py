@@ -94,7 +94,7 @@ def random_type(random_: random.Random, depth: int) -> tuple[pa.DataType, Maker]
     if kind == 4:
         keys = lambda r: [f"k{i}" for i in range(r.randrange(3))]  # noqa: E731
         return pa.map_(pa.string(), inner), _sometimes(lambda r: [(key, make_inner(r)) for key in keys(r)])
-    list_of = random_.choice([pa.list_, pa.large_list])
+    list_of = random_.choice([pa.list_, pa.large_list, pa.list_view, pa.large_list_view])
     return list_of(inner), _sometimes(lambda r: [make_inner(r) for _ in range(r.randrange(4))])
 
 
@@ -178,6 +178,7 @@ def _text_of(scalar: pa.Scalar) -> str:
         pa.dense_union([pa.field("a", pa.int8())]),
         pa.run_end_encoded(pa.int32(), pa.int8()),
         pa.month_day_nano_interval(),
+        pa.dictionary(pa.int8(), pa.list_(pa.int8())),
     ],
 )
 def test_what_parquet_cannot_hold_is_refused_and_may_be_left_out(type_: pa.DataType) -> None:
@@ -186,6 +187,16 @@ def test_what_parquet_cannot_hold_is_refused_and_may_be_left_out(type_: pa.DataT
         build_contract(files, prefix="", num_samples=1, has_logprobs=False)
     found = build_contract(files, prefix="", num_samples=1, has_logprobs=False, columns=["prompt"])
     assert found.passed.names == ["prompt"]
+
+
+def test_a_type_that_cannot_be_made_the_one_we_write_is_refused() -> None:
+    types = (pa.string(), pa.dictionary(pa.int8(), pa.string_view()))
+    files = [(f"{i}", pa.schema([("prompt", pa.string()), ("odd", type_)])) for i, type_ in enumerate(types)]
+    with pytest.raises(
+        ConfigError, match=r"column 'odd' is dictionary.* in input file '1' and cannot be made"
+    ):
+        build_contract(files, prefix="", num_samples=1, has_logprobs=False)
+    build_contract(files, prefix="", num_samples=1, has_logprobs=False, columns=["prompt"])
 
 
 @pytest.mark.parametrize(
