@@ -36,9 +36,9 @@ class RotaryTables:
         self.cos = cos
         self.sin = sin
 
-    def rotate(self, x: Tensor, *, inverse: bool = False) -> Tensor:
+    def rotate(self, x: Tensor) -> Tensor:
         """[num_rows, (num_heads,) dim] with the last channels rotated."""
-        return apply_rope_reference(x, self.cos, self.sin, inverse=inverse)
+        return apply_rope_reference(x, self.cos, self.sin)
 
     def take(self, rows: Tensor) -> RotaryTables:
         """The tables of some rows."""
