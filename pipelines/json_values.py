@@ -11,12 +11,17 @@ from typing import Any
 
 import pyarrow as pa
 
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_CALENDAR_DAYS = 30_000 * 365
+"""Arrow counts years in 16 bits: from year 32,768 on its texts are wrong."""
+
 
 def to_json_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """The batch's rows as objects that ``json`` writes.
 
-    What JSON has no word for is text: times in ISO form, decimals in digits, bytes in base64, NaN and
-    infinities by name. Bytes that are no UTF-8 are replaced in texts. Maps are lists of key and value.
+    What JSON has no word for is text: times in ISO form (in UTC, if nobody here knows the zone; as a number,
+    beyond the calendar), decimals in digits, bytes in base64, NaN and infinities by name. Bytes that are no
+    UTF-8 are replaced in texts. Maps are lists of key and value.
     """
     columns = [_to_json(column) for column in batch.columns]
     rows = zip(*columns, strict=True) if columns else iter([()] * batch.num_rows)
@@ -51,12 +56,33 @@ def _to_json(array: pa.Array) -> list[Any]:
     if t.is_duration(type_):
         return [None if value is None else int(value) for value in array.cast(pa.int64()).to_pylist()]
     if t.is_temporal(type_):
-        values = array.cast(pa.string()).to_pylist()
-        return [None if value is None else value.replace(" ", "T", 1) for value in values]
+        return _to_times(array)
     if t.is_decimal(type_):
         return [None if value is None else format(value, "f") for value in array.to_pylist()]
     values = array.to_pylist()
     return list(values)
+
+
+def _to_times(array: pa.Array) -> list[Any]:
+    numbers = array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64()).to_pylist()
+    try:
+        texts = array.cast(pa.string()).to_pylist()
+    except pa.ArrowInvalid:
+        texts = array.cast(pa.timestamp(array.type.unit, "UTC")).cast(pa.string()).to_pylist()
+    limit = _last_time(array.type)
+    return [
+        number if number is None or abs(number) > limit else text.replace(" ", "T", 1)
+        for number, text in zip(numbers, texts, strict=True)
+    ]
+
+
+def _last_time(type_: pa.DataType) -> int:
+    """How far from zero a time may lie, in the type's units, to have a text."""
+    t = pa.types
+    if t.is_date32(type_):
+        return _CALENDAR_DAYS
+    days = 1 if t.is_time(type_) else _CALENDAR_DAYS
+    return days * 86_400 * _PER_SECOND["ms" if t.is_date64(type_) else type_.unit]
 
 
 def _to_text(scalar: pa.Scalar) -> str | None:
