@@ -1,4 +1,4 @@
-"""Rotary tables of one step: two bases (window-only layers, compressing layers), cached by row set."""
+"""Rotary tables of some rows, from two bases: window-only layers and compressing layers."""
 
 from __future__ import annotations
 
