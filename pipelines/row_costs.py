@@ -65,7 +65,7 @@ def _prompts(column: pa.Array) -> Iterator[tuple[int, bytes]]:
     """Each prompt's tokens, about, and how it begins."""
     t = column.type
     if pa.types.is_dictionary(t):
-        column = column.cast(t.value_type)
+        column = column.dictionary_decode()
         t = column.type
     if _is_list(t) and pa.types.is_integer(t.value_type):
         heads = pc.list_slice(column, 0, _KEY_BYTES // 8)

@@ -130,13 +130,27 @@ def _tell_format(path: str, location: Location, names: Sequence[str]) -> FileFor
 
 
 def _inspect_all(location: Location, kind: SourceKind, names: Sequence[str]) -> InputSet:
-    found = [_INSPECT[kind](location, name) for name in names]
+    for path in map(location.describe, names):
+        if not _is_utf8(path):
+            raise ConfigError(f"input file {path!r} has a name that is not UTF-8: row ids could not hold it")
+    try:
+        found = [_INSPECT[kind](location, name) for name in names]
+    except RecursionError as error:
+        raise ConfigError(f"input.path {location.root!r} holds values that are nested too deeply") from error
     return InputSet(
         root=location.root,
         kind=kind,
         files=tuple(file for file, _ in found),
         schemas=tuple(schema for _, schema in found),
     )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class RowReader:
@@ -171,7 +185,7 @@ class RowReader:
             self.close()
             self._open_rows = self._open(path)
             self._open_path = path
-        return map(self._complete, self._open_rows.read(start, stop, self._batch_rows))
+        return self._read(path, self._open_rows.read(start, stop, self._batch_rows))
 
     def close(self) -> None:
         """Close the file that is open, if any."""
@@ -193,6 +207,15 @@ class RowReader:
             return CsvRows(self._location, path, self._columns, schema)
         is_requests = self._kind == "openai_batch"
         return LineRows(self._location, path, self._columns, None if is_requests else schema)
+
+    def _read(self, path: str, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from map(self._complete, batches)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            # No rank will fare better: the file's footer is fine, and its content is not.
+            raise ConfigError(
+                f"input file {self._location.describe(path)!r} cannot be read: {' '.join(str(error).split())}"
+            ) from error
 
     def _complete(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         if batch.schema.names == self._columns:

@@ -108,12 +108,23 @@ def test_json_lines_keep_texts_and_widen_types(tmp_path: Path) -> None:
         ("a.csv", "prompt,n\na,many\n", "cannot be read as CSV.*many"),
         ("a.csv", "", "cannot be read as CSV"),
         ("a.csv", "x,x\n1,2\n", "two columns named 'x'"),
+        ("a.jsonl", '{"prompt": ' + "[" * 3000 + "]" * 3000 + "}", "nested too deeply"),
+        ("\udcff.csv", "prompt\na\n", "a name that is not UTF-8"),
     ],
 )
 def test_text_files_that_are_refused(tmp_path: Path, name: str, content: str, says: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=says):
         find_input(str(tmp_path))
+
+
+def test_a_file_whose_content_is_not_what_its_footer_says_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    # Arrow writes such a column and does not read it.
+    broken = pa.DictionaryArray.from_arrays(pa.array([0]), pa.array([b"\xff"]).view(pa.string()))
+    pq.write_table(pa.table({"prompt": broken}), tmp_path / "a.parquet")
+    found = find_input(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"a\.parquet' cannot be read: .*UTF8"):
+        rows_of(found, "a.parquet", ["prompt"])
 
 
 def test_files_of_two_kinds_are_refused_unless_one_is_named(tmp_path: Path) -> None:
