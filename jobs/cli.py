@@ -71,6 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
     text = "run a job, or go on with one that was stopped"
     run = commands.add_parser("run", help=text, description=text)
     _add_job_flags(run)
+    text = (
+        "where the output folder holds this job with other inputs or settings, delete its parts and journals "
+        "and begin anew (an unchanged job goes on as ever)"
+    )
+    run.add_argument("--discard-changed", action="store_true", help=text)
     text = "say what a job will be, and whether it can succeed, without a GPU and without running it"
     plan = commands.add_parser("plan", help=text, description=text)
     _add_job_flags(plan)
@@ -147,7 +152,7 @@ def batch_generate(arguments: Sequence[str] | None = None) -> int:
             return _verify(parsed)
         flags = {key: getattr(parsed, key) for key, _, _ in FLAGS.values()}
         job = load_job(parsed.job, parsed.set, flags)
-        return _plan(job, parsed) if parsed.command == "plan" else _run(job)
+        return _plan(job, parsed) if parsed.command == "plan" else _run(job, parsed.discard_changed)
     except ConfigError as error:
         print(f"batch-generate: {error}", file=sys.stderr)
         return EXIT_REFUSED
@@ -175,11 +180,11 @@ def batch_prefill(arguments: Sequence[str] | None = None) -> int:
     return EXIT_REFUSED
 
 
-def _run(job: JobConfig) -> int:
+def _run(job: JobConfig, discard_changed: bool) -> int:
     _log_to_stderr()
     from jobs.cluster import run_job
 
-    return run_job(job)
+    return run_job(job, discard_changed=discard_changed)
 
 
 def _plan(job: JobConfig, parsed: argparse.Namespace) -> int:

@@ -28,7 +28,14 @@ from jobs.reaper import MARK, Reaper
 from jobs.stop_signals import StopSignals
 from pipelines.commits import check_destination
 from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, RankReport
-from pipelines.manifest import DriverLock, OutputFolder, check_folder, claim_run, write_plan
+from pipelines.manifest import (
+    DriverLock,
+    OutputFolder,
+    check_folder,
+    claim_run,
+    discard_changed_job,
+    write_plan,
+)
 from pipelines.plan import Plan
 from pipelines.report import read_status
 
@@ -42,10 +49,13 @@ EXIT_STOPPED = 75
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest: no row goes through it
 
 
-def run_job(job: JobConfig, *, build_engine: EngineBuilder | None = None) -> int:
+def run_job(
+    job: JobConfig, *, discard_changed: bool = False, build_engine: EngineBuilder | None = None
+) -> int:
     """Run a job to its end or to a stop, and return the exit code.
 
-    Raises ``ConfigError`` for what is refused; nothing is written then. ``build_engine`` must be a
+    Raises ``ConfigError`` for what is refused; nothing is written then. ``discard_changed`` deletes
+    what the output folder holds of a job with other inputs or settings. ``build_engine`` must be a
     function that other processes can import; None builds the real engine.
     """
     job = with_absolute_paths(job)
@@ -53,6 +63,10 @@ def run_job(job: JobConfig, *, build_engine: EngineBuilder | None = None) -> int
     try:
         with StopSignals() as signals:
             plan = plan_job(job)
+            if discard_changed:
+                difference = discard_changed_job(folder, plan)
+                if difference is not None:
+                    logger.warning("deleted the job that %s held: %s", folder.path, difference)
             check_folder(folder, plan)
             check_destination(folder, plan)
             signals.hold()

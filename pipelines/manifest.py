@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -165,11 +166,39 @@ def check_folder(folder: OutputFolder, plan: Plan) -> None:
     if has_plan:
         difference = describe_difference(load_plan(folder), plan)
         if difference is not None:
-            raise ConfigError(f"output folder {str(folder.path)!r} holds another job: {difference}")
+            raise ConfigError(
+                f"output folder {str(folder.path)!r} holds another job: {difference} (run --discard-changed "
+                "deletes that job's parts and begins anew)"
+            )
     ours = set(plan.output_names()) if has_plan and plan.parts.url is None else set()
     for path in sorted(_visible_files(folder)):
         if path not in ours:
             raise ConfigError(f"output folder {str(folder.path)!r} holds {path!r}, which is not this job's")
+
+
+def discard_changed_job(folder: OutputFolder, plan: Plan) -> str | None:
+    """Delete the job that the folder holds if it is another than ``plan``: its parts, then its state.
+
+    Returns what differs, or None where the folder holds no job or this very one: nothing is deleted then.
+    ``ConfigError`` while a driver is at work on it, and for parts in a store, which are never replaced.
+    """
+    if not folder.plan_file.is_file():
+        return None
+    old = load_plan(folder)
+    difference = describe_difference(old, plan)
+    if difference is None:
+        return None
+    if old.parts.url is not None:
+        raise ConfigError(f"the parts under {old.parts.url!r} are never replaced: choose another output.path")
+    with DriverLock(folder):
+        for name in old.output_names():
+            folder.part_file(name).unlink(missing_ok=True)
+        # The plan goes last: killed before that, the same command finds the rest to delete.
+        for path in folder.state.iterdir():
+            if path != folder.plan_file:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(folder.state)
+    return difference
 
 
 def _visible_files(folder: OutputFolder) -> Iterator[str]:

@@ -30,7 +30,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def jobs_run(monkeypatch: pytest.MonkeyPatch) -> list[JobConfig]:
     """The jobs that would have been run; each ends with exit code 75."""
     jobs: list[JobConfig] = []
-    monkeypatch.setattr(cli, "_run", lambda job: jobs.append(job) or 75)
+    monkeypatch.setattr(cli, "_run", lambda job, discard_changed: jobs.append(job) or 75)
     return jobs
 
 
@@ -41,7 +41,10 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 def test_the_flag_set_is_pinned() -> None:
     (commands,) = (a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     assert {name: flags_of(parser) for name, parser in commands.choices.items()} == {
-        "run": {"-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"},
+        "run": {
+            *("-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"),
+            "--discard-changed",
+        },
         "plan": {
             *("-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"),
             *("--rows", "--seed", "--tokens-per-s", "--device-memory-gib"),
