@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+EXIT_TOO_MANY_ERRORS = 3
+EXIT_STOPPED = 75
 
 EXIT_CODES = """\
 exit codes:
@@ -145,6 +148,17 @@ def batch_generate(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``batch-generate``: returns the exit code."""
     parsed = build_parser().parse_args(arguments)
     try:
+        code = _dispatch(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads our output, ``head`` say, has seen enough; Python's last flush must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return code
+
+
+def _dispatch(parsed: argparse.Namespace) -> int:
+    try:
         if parsed.command == "status":
             return _status(parsed)
         check_environment()
@@ -184,7 +198,27 @@ def _run(job: JobConfig, discard_changed: bool) -> int:
     _log_to_stderr()
     from jobs.cluster import run_job
 
-    return run_job(job, discard_changed=discard_changed)
+    code = run_job(job, discard_changed=discard_changed)
+    sentence = _closing_sentence(job, code)
+    if sentence is not None:
+        print(f"batch-generate: {sentence}", file=sys.stderr)
+    return code
+
+
+def _closing_sentence(job: JobConfig, code: int) -> str | None:
+    """What a run came to and what to look at next; None where a failure has been told already."""
+    from jobs.job_plan import output_folder
+
+    if code == EXIT_STOPPED:
+        return "stopped cleanly; run the same command again to go on"
+    if code not in (0, EXIT_TOO_MANY_ERRORS):
+        return None
+    folder = output_folder(job)
+    status = read_status(folder.path)
+    counts = f"{status.num_ok} rows ok, {status.num_error} error rows, under {job.output.path}"
+    if code == EXIT_TOO_MANY_ERRORS and status.is_finished:
+        counts += f"; that is more than output.max_error_rate ({job.output.max_error_rate:g}) allows"
+    return f"{counts}; the report is {folder.page_file}"
 
 
 def _plan(job: JobConfig, parsed: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import pytest
 from engine import ConfigError
 from jobs import cli
 from jobs.config import JobConfig
-from pipelines.manifest import OutputFolder, Tally
+from pipelines.manifest import OutputFolder, Tally, write_plan
 from pipelines.report import Effort, JobStatus, WastedTokens
 from tests.small_jobs import make_plan, start_run, write_prompts
 
@@ -178,3 +178,16 @@ def test_status_prints_the_equation() -> None:
         "preemptions: 3, at most 2 of one row",
         "took 0.004 rank-hours, 1.2 s of ranks idle at the end, cost 0.50",
     ]
+
+
+def test_a_reader_that_has_seen_enough_is_no_traceback(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "in" / "a.parquet", [[1], [2]])
+    folder = OutputFolder(tmp_path / "out")
+    write_plan(folder, make_plan(tmp_path / "in"))
+    command = [sys.executable, "-m", "jobs.cli", "status", str(folder.path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.wait(60)
