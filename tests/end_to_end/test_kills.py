@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.fake_engine import POISON_ID
 from tests.small_jobs import check_answers, random_prompts, read_output, write_prompts
 
-pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.timeout(400)]
 
 MODEL = ROOT / "examples" / "bard" / "model"
 
