@@ -54,3 +54,9 @@ def expect_output(
         return torch.empty(tuple(shape), dtype=dtype, device=like.device)
     expect_tensor(name, x, shape, (dtype,), like=like, is_strided=True)
     return x
+
+
+def expect_dense(name: str, x: Tensor) -> None:
+    """Refuse a tensor, an output given by the caller say, whose rows lie apart."""
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.argument_checks import FLOATS, INDICES, expect_output, expect_tensor
+from kernels.argument_checks import FLOATS, INDICES, expect_dense, expect_output, expect_tensor
 from kernels.cache_store.kernel import cache_store_kernel, copy_rows_kernel
 
 ROWS_PER_PROGRAM = 4
@@ -49,7 +49,7 @@ def store_window_kv(
     num_rows, dim = kv.shape
     width = dim + dim // 32 if is_packed else dim
     out = expect_output("out", out, (num_rows, width), torch.uint8 if is_packed else kv.dtype, kv)
-    _expect_dense("out", out)
+    expect_dense("out", out)
     _launch(
         "window" if is_packed else "plain",
         kv,
@@ -115,7 +115,7 @@ def compress_and_store(
             raise ValueError(f"open_groups: expected a tensor at ratio {ratio}, got None")
         expect_tensor("open_groups", open_groups, (None, 2, dim), (torch.float32,), like=group_rows)
     out = expect_output("out", out, (num_groups, dim), dtype, source)
-    _expect_dense("out", out)
+    expect_dense("out", out)
     is_packed = pool.dtype == torch.uint8
     _launch(
         "entry" if is_packed else "plain", source, open_groups, group_rows, weight, cos, sin, slots, pool,
@@ -173,11 +173,6 @@ def copy_rows(source: Tensor, target: Tensor, source_rows: Tensor, target_rows: 
         source.flatten().view(word), target.flatten().view(word), source_rows, target_rows,
         NUM_WORDS=num_words, BLOCK=min(512, triton.next_power_of_2(num_words)), num_warps=4,
     )  # fmt: skip
-
-
-def _expect_dense(name: str, x: Tensor) -> None:
-    if not x.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
 
 
 def _launch(

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.argument_checks import FLOATS, INDICES, expect_output, expect_tensor
+from kernels.argument_checks import FLOATS, INDICES, expect_dense, expect_output, expect_tensor
 from kernels.engram.kernel import engram_gate_kernel, engram_gather_kernel
 
 GATE_ROWS = 8
@@ -41,8 +41,7 @@ def engram_gather(
             raise ValueError(f"table: expected a width that is a multiple of 32, got {dim}")
         expect_tensor("scale", scale, (table.shape[0], dim // 32), (torch.uint8,), like=table)
     out = expect_output("out", out, (num_rows, num_lookups * dim), dtype, table)
-    if not out.is_contiguous():
-        raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    expect_dense("out", out)
     if num_rows and num_lookups:
         engram_gather_kernel[(num_rows,)](
             table, table if scale is None else scale, rows, out,
@@ -89,8 +88,7 @@ def engram_gate(
     expect_tensor("q_weight", q_weight, (num_streams, width), (torch.float32,), like=streams)
     expect_tensor("k_weight", k_weight, (num_streams, width), (torch.float32,), like=streams)
     out = expect_output("out", out, streams.shape, streams.dtype, streams)
-    if not out.is_contiguous():
-        raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    expect_dense("out", out)
     if num_rows:
         block = triton.next_power_of_2(width)
         engram_gate_kernel[(num_streams, triton.cdiv(num_rows, GATE_ROWS))](

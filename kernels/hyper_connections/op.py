@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.argument_checks import FLOATS, expect_output, expect_tensor
+from kernels.argument_checks import FLOATS, expect_dense, expect_output, expect_tensor
 from kernels.hyper_connections.kernel import (
     PARTIAL_WIDTH,
     collapse_norm_kernel,
@@ -213,7 +213,7 @@ def collapse_norm(
     if norm_weight is not None:
         expect_tensor("norm_weight", norm_weight, (width,), (torch.float32,), like=streams)
     out = expect_output("out", out, (num_rows, width), streams.dtype, streams)
-    _expect_dense("out", out)
+    expect_dense("out", out)
     if num_rows:
         block = triton.next_power_of_2(width)
         collapse_norm_kernel[(num_rows,)](
@@ -229,11 +229,6 @@ def _expect_streams(streams: Tensor) -> tuple[int, int]:
     return streams.shape[0], streams.shape[2]
 
 
-def _expect_dense(name: str, x: Tensor) -> None:
-    if not x.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
-
-
 def _expect_expansion(
     y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, out_name: str, out: Tensor
 ) -> None:
@@ -241,7 +236,7 @@ def _expect_expansion(
     expect_tensor("y", y, (num_rows, width), (streams.dtype,), like=streams, is_strided=True)
     expect_tensor("post", post, (num_rows, NUM_STREAMS), (torch.float32,), like=streams)
     expect_tensor("comb", comb, (num_rows, NUM_STREAMS, NUM_STREAMS), (torch.float32,), like=streams)
-    _expect_dense(out_name, out)
+    expect_dense(out_name, out)
 
 
 def _expect_mix(mix: StreamMix | None, num_rows: int, like: Tensor) -> StreamMix:
@@ -251,7 +246,7 @@ def _expect_mix(mix: StreamMix | None, num_rows: int, like: Tensor) -> StreamMix
     for name, shape in zip(StreamMix._fields, shapes, strict=True):
         given = None if mix is None else getattr(mix, name)
         parts.append(expect_output(f"out_mix.{name}", given, shape, torch.float32, like))
-        _expect_dense(f"out_mix.{name}", parts[-1])
+        expect_dense(f"out_mix.{name}", parts[-1])
     return StreamMix(*parts)
 
 
@@ -293,7 +288,7 @@ def _run_pass(
         expect_tensor("pre", pre, (num_rows, NUM_STREAMS), (torch.float32,), like=streams)
         expect_tensor("norm_weight", norm_weight, (width,), (torch.float32,), like=streams)
         x = expect_output("out_x", out_x, (num_rows, width), streams.dtype, streams)
-        _expect_dense("out_x", x)
+        expect_dense("out_x", x)
     mix = _expect_mix(out_mix, num_rows, streams)
     if num_rows == 0:
         return new_streams, x, mix
