@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
 from kernels.linear import linear_reference
-from kernels.number_formats import SCALE_BLOCK, quantise_activations_reference
-
-ActivationQuantisation = Literal["release", "row", "none"]
+from kernels.number_formats import ActivationMode, dequantise_activations, quantise_activations_reference
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormat:
     """How the input of a quantised projection is rounded: 32-wide blocks, one scale a row, or not."""
 
-    mode: ActivationQuantisation
+    mode: ActivationMode
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_rows, n] -> the same shape and dtype, with fp8 values unless the mode is "none"."""
         if self.mode == "none":
             return x
-        return quantise_activations_reference(x, block=SCALE_BLOCK if self.mode == "release" else x.shape[-1])
+        return dequantise_activations(quantise_activations_reference(x, mode=self.mode), x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,22 @@ zero-padded tiles of one fixed number of rows: the library always sees one shape
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from kernels.number_formats import QuantisedRows, dequantise_activations, dequantise_fp8_weight
+
 CPU_ROW_TILE = 32
 CUDA_ROW_TILE = 128
+
+
+class Fp8Weight(NamedTuple):
+    """A weight as the release stores it: ``values * 2^(scales - 127)``, a scale for each 32 x 32 tile."""
+
+    values: Tensor  # [out_features, in_features] float8_e4m3fn
+    scales: Tensor  # [ceil(out_features / 32), ceil(in_features / 32)] uint8 e8m0
 
 
 def linear_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -42,3 +53,38 @@ def linear_reference(x: Tensor, weight: Tensor) -> Tensor:
         padded[: num_rows - whole] = x[whole:]
         out[whole:] = torch.mm(padded, transposed)[: num_rows - whole]
     return out
+
+
+def fp8_linear_reference(x: QuantisedRows | Tensor, weight: Fp8Weight, *, dtype: torch.dtype) -> Tensor:
+    """``linear_reference`` of an fp8 weight.
+
+    Args:
+        x: [num_rows, in_features], as quantised, or float32 or bfloat16.
+        weight: [out_features, in_features].
+        dtype: of the product's operands and of the output.
+
+    Returns:
+        [num_rows, out_features] in ``dtype``.
+    """
+    wide = dequantise_activations(x, dtype) if isinstance(x, QuantisedRows) else x.to(dtype)
+    return linear_reference(wide, dequantise_fp8_weight(*weight).to(dtype))
+
+
+def grouped_linear_reference(x: Tensor, weight: Fp8Weight | Tensor, *, num_groups: int) -> Tensor:
+    """Each group of outputs reads its own slice of the inputs.
+
+    Args:
+        x: [num_rows, num_groups * group_in], float32 or bfloat16.
+        weight: [num_groups * group_out, group_in]; a tensor has the dtype of ``x``.
+
+    Returns:
+        [num_rows, num_groups * group_out], dtype of ``x``.
+    """
+    wide = dequantise_fp8_weight(*weight).to(x.dtype) if isinstance(weight, Fp8Weight) else weight
+    pairs = zip(x.chunk(num_groups, dim=1), wide.chunk(num_groups), strict=True)
+    return torch.cat([linear_reference(inputs, part) for inputs, part in pairs], dim=1)
+
+
+def head_logits_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """[num_rows, hidden], [vocab, hidden], each float32 or bfloat16 -> fp32 [num_rows, vocab]."""
+    return linear_reference(x.float(), weight.float())

@@ -1,6 +1,10 @@
+from kernels.number_formats.op import choose_quantise_config, quantise_activations
 from kernels.number_formats.reference import (
     ENTRY_BLOCK,
     SCALE_BLOCK,
+    ActivationMode,
+    QuantisedRows,
+    dequantise_activations,
     dequantise_fp8_weight,
     dequantise_mxfp4_weight,
     e8m0_to_float,
@@ -16,12 +20,17 @@ from kernels.number_formats.reference import (
 __all__ = [
     "ENTRY_BLOCK",
     "SCALE_BLOCK",
+    "ActivationMode",
+    "QuantisedRows",
+    "choose_quantise_config",
+    "dequantise_activations",
     "dequantise_fp8_weight",
     "dequantise_mxfp4_weight",
     "e8m0_to_float",
     "pack_fp4_entry",
     "pack_fp4_index",
     "pack_fp8",
+    "quantise_activations",
     "quantise_activations_reference",
     "unpack_fp4_entry",
     "unpack_fp4_index",

@@ -88,3 +88,29 @@ def divide_groups(x, scales, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.c
     grouped = tl.reshape(x, [ROWS, HALF // PAIRS, PAIRS])
     wide = tl.broadcast_to(scales[:, :, None], [ROWS, HALF // PAIRS, PAIRS])
     return tl.reshape(tl.div_rn(grouped, wide), [ROWS, HALF])
+
+
+@triton.jit
+def quantise_activations_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    stride_x_row,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One row a program; GROUP channels share a scale."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride_x_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    grouped = tl.reshape(x, [BLOCK // GROUP, GROUP])
+    largest = tl.maximum(tl.max(tl.abs(grouped), 1), 1e-4)
+    exponents = ceil_power_of_two(largest * (1.0 / 448.0))
+    # A product with the exact inverse is the division by a power of two, rounded once.
+    inverse = e8m0_values(254 - exponents)
+    codes = tl.reshape(e4m3_codes(grouped * inverse[:, None]), [BLOCK])
+    tl.store(values_ptr + row * WIDTH + column, codes.to(tl.uint8), mask=column < WIDTH)
+    group = tl.arange(0, BLOCK // GROUP)
+    num_groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+    tl.store(scales_ptr + row * num_groups + group, exponents.to(tl.uint8), mask=group < num_groups)

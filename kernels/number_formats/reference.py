@@ -6,9 +6,13 @@ Three cache formats and two weight formats. Packing then unpacking *is* the mode
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
 
+ActivationMode = Literal["release", "row", "none"]
+"""How the input of a quantised product is rounded: a scale per 32 channels, one a row, or not at all."""
 SCALE_BLOCK = 32
 """Channels sharing one power-of-two scale (fp8 activations and windows, fp4 index vectors, weights)."""
 ENTRY_BLOCK = 16
@@ -16,6 +20,13 @@ ENTRY_BLOCK = 16
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 _E2M1_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class QuantisedRows(NamedTuple):
+    """Activations as an fp8 product reads them: ``values * 2^(scales - 127)``."""
+
+    values: Tensor  # [num_rows, n] float8_e4m3fn
+    scales: Tensor  # uint8 e8m0: [num_rows, n / 32], or [num_rows, 1] for one scale a row
 
 
 def _ceil_power_of_two(ratio: Tensor) -> Tensor:
@@ -120,18 +131,28 @@ def unpack_fp4_entry(packed: Tensor) -> Tensor:
     return (values.unflatten(-1, (num_scales, ENTRY_BLOCK)) * scales[..., None]).flatten(-2)
 
 
-def quantise_activations_reference(x: Tensor, *, block: int = SCALE_BLOCK) -> Tensor:
-    """What an fp8 product reads: ``x`` rounded to e4m3 with a power-of-two scale per block.
+def quantise_activations_reference(x: Tensor, *, mode: ActivationMode) -> QuantisedRows:
+    """What an fp8 product reads: ``x`` rounded to e4m3, with power-of-two scales.
 
     Args:
-        x: [num_rows, n], float32 or bfloat16; n a multiple of ``block``.
-        block: channels per scale; 32 is the release's, n is one scale a row.
+        x: [num_rows, n], float32 or bfloat16; n a multiple of 32 under ``release``.
+        mode: ``release`` gives each 32 channels a scale of their own, ``row`` one to the whole row.
 
     Returns:
-        [num_rows, n], dtype of ``x`` (exact: e4m3 times a power of two fits bfloat16).
+        values [num_rows, n], scales [num_rows, n / 32] or [num_rows, 1].
     """
-    scales = e8m0_to_float(fp8_scales(x, block))[..., None]
-    return ((_blocks(x, block) / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2).to(x.dtype)
+    if mode == "none":
+        raise ValueError(f"mode: expected release or row, got {mode}")
+    block = SCALE_BLOCK if mode == "release" else x.shape[-1]
+    exponents = fp8_scales(x, block)
+    values = _blocks(x, block) / e8m0_to_float(exponents)[..., None]
+    return QuantisedRows(values.to(torch.float8_e4m3fn).flatten(-2), exponents)
+
+
+def dequantise_activations(x: QuantisedRows, dtype: torch.dtype) -> Tensor:
+    """[num_rows, n] in ``dtype``; exact, because e4m3 times a power of two fits bfloat16."""
+    values = x.values.float().unflatten(-1, (x.scales.shape[-1], -1))
+    return (values * e8m0_to_float(x.scales)[..., None]).flatten(-2).to(dtype)
 
 
 def dequantise_fp8_weight(weight: Tensor, scale: Tensor) -> Tensor:

@@ -19,13 +19,14 @@ from engine.api import Request
 from engine.batch import BatchInputs
 from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import DecoderPrefill, ModelShape
-from engine.layers.linear import ActivationFormat, ActivationQuantisation
+from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import NgramTables, build_ngram_tables
 from engine.layers.ops import KernelImpl, build_ops
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
 from engine.scheduler import ScheduledBatch, ScheduledChunk
 from engine.sequence import Sequence
+from kernels.number_formats import ActivationMode
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL_FOLDERS = {
@@ -53,7 +54,7 @@ class LoadedModel:
 def load_model(
     folder: Path,
     *,
-    activations: ActivationQuantisation = "none",
+    activations: ActivationMode = "none",
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
     kernel_impl: KernelImpl = "torch",

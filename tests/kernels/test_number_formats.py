@@ -9,17 +9,22 @@ import torch
 from torch import Tensor
 
 from kernels.number_formats import (
+    choose_quantise_config,
+    dequantise_activations,
     dequantise_fp8_weight,
     dequantise_mxfp4_weight,
     e8m0_to_float,
     pack_fp4_entry,
     pack_fp4_index,
     pack_fp8,
+    quantise_activations,
     quantise_activations_reference,
     unpack_fp4_entry,
     unpack_fp4_index,
     unpack_fp8,
 )
+from tests.kernels.contract import Gate, OpCase, contract_device, contract_params
+from tests.kernels.number_formats_cases import CASES
 
 GRID = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 ALL_BYTES = torch.arange(256, dtype=torch.uint8)
@@ -163,8 +168,9 @@ def test_e8m0_covers_its_whole_range() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_are_rounded_like_the_window(dtype: torch.dtype) -> None:
     x = torch.randn(7, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
-    assert torch.equal(quantise_activations_reference(x), unpack_fp8(pack_fp8(x)).to(dtype))
-    one_scale = quantise_activations_reference(x, block=64)
+    blocks = quantise_activations_reference(x, mode="release")
+    assert torch.equal(dequantise_activations(blocks, dtype), unpack_fp8(pack_fp8(x)).to(dtype))
+    one_scale = dequantise_activations(quantise_activations_reference(x, mode="row"), dtype)
     rows = [[nearest_e4m3(v / s) * s for v in row] for row in x.tolist() for s in [_row_scale(row)]]
     assert torch.equal(one_scale, torch.tensor(rows).to(dtype))
 
@@ -193,3 +199,22 @@ def test_mxfp4_weights_hold_the_even_column_low() -> None:
 def test_a_ragged_last_axis_is_refused() -> None:
     with pytest.raises(ValueError, match="no multiple of 32"):
         pack_fp8(torch.ones(2, 40))
+
+
+@pytest.mark.parametrize(("case", "gate"), contract_params(CASES))
+def test_contract(case: OpCase, gate: Gate) -> None:
+    gate(case, contract_device())
+
+
+def test_a_wrong_argument_is_named() -> None:
+    x = torch.zeros(3, 40)
+    with pytest.raises(ValueError, match=r"^x: expected a width that is a multiple of 32, got 40"):
+        quantise_activations(x, mode="release")
+    with pytest.raises(ValueError, match=r"^mode: expected release or row, got none"):
+        quantise_activations(x, mode="none")
+    assert quantise_activations(x[:0], mode="row").values.shape == (0, 40)
+
+
+def test_blocks_cover_the_row() -> None:
+    assert choose_quantise_config(5120, "release")[:2] == (8192, 32)
+    assert choose_quantise_config(100, "row")[:2] == (128, 128)

@@ -30,7 +30,13 @@ from kernels.moe import (
     route_tokens_reference,
     swiglu_reference,
 )
-from kernels.number_formats import pack_fp4_entry, pack_fp4_index, pack_fp8, quantise_activations_reference
+from kernels.number_formats import (
+    dequantise_activations,
+    pack_fp4_entry,
+    pack_fp4_index,
+    pack_fp8,
+    quantise_activations_reference,
+)
 from kernels.rms_norm import rms_norm_reference
 from kernels.rope import YarnScaling, apply_rope_reference, rope_frequencies, rope_tables
 from kernels.sparse_attention import sparse_attention_reference
@@ -56,11 +62,13 @@ FN, BASE, SCALE = (
 KEYS = normal(1, 57, 32, seed=8)
 
 
+def _rounded(x: Tensor) -> Tensor:
+    return dequantise_activations(quantise_activations_reference(x, mode="release"), x.dtype)
+
+
 def _experts(x: Tensor) -> Tensor:
     routes = route_tokens_reference(x, GATE.float(), BIAS, top_k=3, routed_scale=1.5)
-    slots = expert_mlp_reference(
-        x, routes, W13.to(x.dtype), W2.to(x.dtype), limit=1.5, quantise=quantise_activations_reference
-    )
+    slots = expert_mlp_reference(x, routes, W13.to(x.dtype), W2.to(x.dtype), limit=1.5, quantise=_rounded)
     return combine_experts_reference(slots, x)
 
 
@@ -121,7 +129,7 @@ OPS: dict[str, tuple[int, Callable[[Tensor], Tensor], tuple[torch.dtype, ...]]] 
     "pooling": (4 * HIDDEN, _pool, (torch.float32,)),
     "engram gate": (5 * HIDDEN, _gate, BOTH),
     "index scores": (HIDDEN + 3, _score, (torch.float32,)),
-    "activations": (HIDDEN, quantise_activations_reference, BOTH),
+    "activations": (HIDDEN, _rounded, BOTH),
     "fp8 rows": (HIDDEN, pack_fp8, (torch.float32,)),
     "fp4 index rows": (HIDDEN, pack_fp4_index, (torch.float32,)),
     "fp4 entries": (HIDDEN, pack_fp4_entry, (torch.float32,)),
