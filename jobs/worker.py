@@ -194,7 +194,8 @@ class RankWorker:
         A step takes no more prompt tokens than its budget, so that many tokens are enough to wait.
         """
         few = max(2, serving.capacity // 4)
-        num_waiting = serving.engine.stats().num_waiting
+        stats = serving.engine.stats()
+        num_waiting = stats.num_waiting
         # Requests start in the order they came, so the last ones are those that wait.
         num_tokens = sum(self._prompt_lengths[-num_waiting:]) if num_waiting else 0
         while len(self._in_flight) < serving.capacity + few and (
@@ -203,7 +204,8 @@ class RankWorker:
             run = next((run for run in self._leases if not run.is_read), None)
             if run is None or (run.lease.is_solo and self._in_flight):
                 break
-            added = self._try_add_row(serving, run)
+            # While nothing runs, nothing is held up, and a step that is not full costs more than the wait.
+            added = self._try_add_row(serving, run, may_wait=stats.num_running == 0)
             if added is None:
                 break
             num_waiting += added > 0
@@ -217,9 +219,8 @@ class RankWorker:
         for run in waiting[:2]:
             run.rows.begin(serving.renderer, _look_ahead(serving))
 
-    def _try_add_row(self, serving: Serving, run: _LeaseRun) -> int | None:
+    def _try_add_row(self, serving: Serving, run: _LeaseRun, *, may_wait: bool) -> int | None:
         """Add the lease's next row; its prompt tokens, 0 when it was refused, None when it is not ready."""
-        may_wait = not serving.engine.has_unfinished()
         found = run.rows.try_take(serving.renderer, _look_ahead(serving), may_wait=may_wait)
         if found is None:
             return None
@@ -270,7 +271,7 @@ class RankWorker:
     @property
     def _is_hungry(self) -> bool:
         num_left = sum(run.num_left for run in self._leases)
-        return self._serving is not None and num_left <= self._serving.capacity * 5 // 4
+        return self._serving is not None and num_left <= 2 * self._serving.capacity
 
     def _close(self, run: _LeaseRun) -> None:
         # Done means done for a publisher on another machine: synced and closed first.

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 MAX_BARREN_DEATHS = 3
 """A slot whose rank died so often in a row without finishing a row is given up."""
 
+MAX_DEATHS_APART = 10
+"""The same of ranks that ran suspects, where a row may be to blame."""
+
 _WAIT_S = 0.25
 
 
@@ -132,6 +135,7 @@ class _Slot:
     is_given_up: bool = False
     has_finished_rows: bool = False
     num_barren_deaths: int = 0
+    num_deaths_apart: int = 0
     num_turns: int = -1
     moved_at: float = 0.0
     publishing: set[int] = field(default_factory=set)
@@ -276,7 +280,7 @@ class Driver:
         for lease in report.leases:
             self._ledger.record(lease)
             if lease.num_ok + lease.num_error:
-                state.has_finished_rows, state.num_barren_deaths = True, 0
+                state.has_finished_rows, state.num_barren_deaths, state.num_deaths_apart = True, 0, 0
         if report.capacity:
             num_tokens = (report.num_prompt_tokens, report.num_completion_tokens, report.num_cached_tokens)
             has_rows = self._ledger.num_outstanding(slot) > 0
@@ -309,7 +313,8 @@ class Driver:
         capacities = {
             s: state.capacity for s, state in enumerate(self._slots) if state.is_live and state.capacity
         }
-        return choose_leases(self._ledger, slot, capacities)
+        starting = [s for s, state in enumerate(self._slots) if state.is_live and not state.capacity]
+        return choose_leases(self._ledger, slot, capacities, starting)
 
     @property
     def _is_time_to_estimate(self) -> bool:
@@ -340,24 +345,30 @@ class Driver:
         state = self._slots[slot]
         self._fleet.kill(slot)
         leases = self._ledger.leases_of(slot)
-        # Neither a rank that was given nothing nor one that was killed by a row says much of its slot.
+        # A rank that was given nothing says little of its slot.
         is_barren = not state.has_finished_rows and (bool(leases) or not state.capacity)
         state.is_live, state.capacity = False, 0
         self._watch.lose_rank(slot)
         self._watch.save()  # before its rows are marked by it
-        for lease in leases:
-            path = self._folder.journal_file(lease.shard_index, self._run, lease.lease_id)
-            found = read_journal_state(self._plan, path)
-            self._deaths.add(lease.shard_index, [row for row in lease.rows if row in found.suspects])
-            guilty = self._ledger.lose(lease.lease_id, found)
-            is_barren &= not (found.finished or guilty)
+        journals = [self._folder.journal_file(one.shard_index, self._run, one.lease_id) for one in leases]
+        found = [read_journal_state(self._plan, path) for path in journals]
+        is_alone = sum(len(one.suspects) for one in found) == 1
+        for lease, journaled in zip(leases, found, strict=True):
+            self._deaths.add(lease.shard_index, [row for row in lease.rows if row in journaled.suspects])
+            guilty = self._ledger.lose(lease.lease_id, journaled, is_alone=is_alone)
+            is_barren &= not journaled.finished
             if guilty:
                 self._quarantine(lease, guilty)
         self._to_publish += sorted(state.publishing) + self._ledger.take_complete()
         state.publishing.clear()
-        state.num_barren_deaths = state.num_barren_deaths + 1 if is_barren else 0
-        if state.num_barren_deaths >= MAX_BARREN_DEATHS:
-            logger.error("rank %d died %d times without finishing a row: given up", slot, MAX_BARREN_DEATHS)
+        if not is_barren:
+            state.num_barren_deaths = state.num_deaths_apart = 0
+        elif any(lease.is_apart for lease in leases):
+            state.num_deaths_apart += 1
+        else:
+            state.num_barren_deaths += 1
+        if state.num_barren_deaths >= MAX_BARREN_DEATHS or state.num_deaths_apart >= MAX_DEATHS_APART:
+            logger.error("rank %d died again and again without finishing a row: given up", slot)
             state.is_given_up = True
             if all(other.is_given_up for other in self._slots):
                 raise JobFailed(f"no rank is left; the last one died of: {reason}")
@@ -370,7 +381,9 @@ class Driver:
         with JournalWriter(self._folder, self._plan, shard.index, self._run, lease_id) as journal:
             journal.finish([_crash_row(row) for row in rows])
         for row in rows:
-            logger.error("row %s was there when two ranks died: quarantined", shard.row_id(row))
+            logger.error(
+                "row %s was in flight, at last alone, when ranks died: quarantined", shard.row_id(row)
+            )
         self._ledger.quarantine(lease.lease_id, shard.index, len(rows))
 
     def _check_slots(self) -> None:
@@ -404,5 +417,5 @@ class Driver:
 
 
 def _crash_row(row: int) -> FinishedRow:
-    message = "the engine died twice while this row was in flight"
+    message = "the engine died again and again while this row was in flight, at last with no other beside it"
     return FinishedRow(row=row, error="engine_crash", error_message=message)

@@ -6,25 +6,29 @@ Owns that choice alone. It must not know ranks but by number and capacity, nor h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from pipelines.ledger import Lease, Ledger
 
 
-def choose_leases(ledger: Ledger, slot: int, capacities: Mapping[int, int]) -> tuple[Lease, ...]:
-    """What the rank of ``slot`` is to be given now. ``capacities``: rows at once of every live rank.
+def choose_leases(
+    ledger: Ledger, slot: int, capacities: Mapping[int, int], starting: Collection[int] = ()
+) -> tuple[Lease, ...]:
+    """What the rank of ``slot`` is to be given now. ``capacities``: rows at once of every rank that is ready.
 
-    A rank holds its batch and a little more, so that it never waits for the driver. Towards the end that
-    would leave rows waiting on one rank while others idle, so a rank is given nothing beyond its part of
-    all the work that is left, counted in tokens: the last rows go out in ever smaller leases.
+    A rank holds its batch and another behind it: rows of one length end all at once, and the next batch must
+    be there then, before the driver hears of it. Towards the end that would leave rows waiting on one rank
+    while others idle, so a rank is given nothing beyond its part of all the work that is left, counted in
+    tokens: the last rows go out in ever smaller leases.
+    ``starting`` are the ranks that will be ready later.
     """
     capacity = capacities[slot]
     outstanding = ledger.num_outstanding(slot)
-    if _is_for_suspects(ledger, slot, capacities):
+    if _is_for_suspects(ledger, slot, capacities, starting):
         # Suspects run with nothing else, so the rank takes no other row until it is empty.
-        lease = ledger.try_lease_suspects(slot, list(capacities)) if outstanding == 0 else None
-        return (lease,) if lease is not None else ()
-    if any(lease.is_solo for lease in ledger.leases_of(slot)):
+        slots = {*capacities, *starting}
+        return ledger.try_lease_suspects(slot, slots, capacity) if outstanding == 0 else ()
+    if any(lease.is_apart for lease in ledger.leases_of(slot)):
         return ()
     leases: list[Lease] = []
     own = {other: ledger.num_outstanding_tokens(other) for other in capacities}
@@ -34,7 +38,7 @@ def choose_leases(ledger: Ledger, slot: int, capacities: Mapping[int, int]) -> t
         if next_tokens > room and slot != _emptiest(ledger, own, capacities):
             break
         share = ledger.num_unleased_tokens / (2 * len(capacities))
-        num_rows = min(capacity + math.ceil(capacity / 2) + 1 - outstanding, capacity)
+        num_rows = min(2 * capacity + math.ceil(capacity / 2) + 1 - outstanding, capacity)
         lease = ledger.try_lease(slot, num_rows, min(share, room))
         assert lease is not None, "there was a row to look at"
         leases.append(lease)
@@ -45,7 +49,7 @@ def choose_leases(ledger: Ledger, slot: int, capacities: Mapping[int, int]) -> t
 
 def _low(capacity: int) -> int:
     """With so many rows a rank is still asked whether it wants more."""
-    return capacity + math.ceil(capacity / 4)
+    return 2 * capacity
 
 
 def _emptiest(ledger: Ledger, own: Mapping[int, int], capacities: Mapping[int, int]) -> int | None:
@@ -54,8 +58,15 @@ def _emptiest(ledger: Ledger, own: Mapping[int, int], capacities: Mapping[int, i
     return min(able, key=lambda slot: (own[slot], slot), default=None)
 
 
-def _is_for_suspects(ledger: Ledger, slot: int, live: Mapping[int, int]) -> bool:
-    """Whether this rank is to empty itself for suspects: the emptiest is, and the others go on."""
-    slots: Sequence[int] = list(live)
+def _is_for_suspects(
+    ledger: Ledger, slot: int, capacities: Mapping[int, int], starting: Collection[int]
+) -> bool:
+    """Whether this rank is to empty itself for suspects: the emptiest is, and the others go on.
+
+    That is the one which is started in a dead one's place, as a rule: nobody has to empty itself then.
+    """
+    slots = {*capacities, *starting}
     able = [other for other in slots if ledger.has_suspects(other, slots)]
-    return slot in able and slot == min(able, key=lambda other: (ledger.num_outstanding(other), other))
+    return slot in able and slot == min(
+        able, key=lambda other: (ledger.num_outstanding(other), other in starting, other)
+    )

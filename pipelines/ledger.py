@@ -1,10 +1,10 @@
-"""Who works on which rows now: leases, their loss, suspects of a rank's death, and one equation.
+"""Who works on which rows now: leases, their loss, and one equation.
 
 Owns the state of every row between the plan and its part, in memory and for open shards only; it must
 not know files, processes or time.
 
-A row that was in flight on a rank that died is a suspect. Suspects run one at a time on a rank with
-nothing else, so that a second death has one culprit; that row is quarantined.
+A row that was in flight on a rank that died is a suspect: it runs apart from all others from then on
+(``pipelines.suspects``). One that dies with nothing beside it, and not for the first time, is quarantined.
 
 Rows are leased in the order of what they cost, as far as the ledger was told: those that would hold up
 the end first, then shard by shard, in each the longest first.
@@ -14,25 +14,27 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipelines.manifest import Tally
 from pipelines.row_costs import RowCosts, find_early, order_rows
 from pipelines.sink import JournalState
 from pipelines.source import Shard
-
-MAX_DEATHS = 2
-"""A row that was there when so many ranks died is not tried again."""
+from pipelines.suspects import Suspects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """Rows of one shard, as half-open ranges, for one rank. ``is_solo``: one row in flight at a time."""
+    """Rows of one shard, as half-open ranges, for one rank.
+
+    ``is_apart``: suspects, beside which the rank runs nothing else. ``is_solo``: one of them at a time.
+    """
 
     lease_id: int
     shard_index: int
     ranges: tuple[tuple[int, int], ...]
+    is_apart: bool = False
     is_solo: bool = False
 
     @property
@@ -63,13 +65,8 @@ class _OpenShard:
     ranges: deque[tuple[int, int]]
     early: set[int] = field(default_factory=set)
     leases: set[int] = field(default_factory=set)
-    suspects: list[int] = field(default_factory=list)
     num_ok: int = 0
     num_error: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        return not (self.ranges or self.early or self.leases or self.suspects)
 
 
 @dataclass(slots=True)
@@ -101,9 +98,7 @@ class Ledger:
         self._unopened = deque(shard for shard in shards if shard.index not in resumed)
         self._open: dict[int, _OpenShard] = {}
         self._held: dict[int, _HeldLease] = {}
-        # Which slots a row was there to see die; those of earlier runs were other processes.
-        self._num_deaths: dict[tuple[int, int], int] = dict(deaths or {})
-        self._deaths: dict[tuple[int, int], set[int]] = {key: set() for key in self._num_deaths}
+        self._suspects = Suspects(deaths)
         self._costs: dict[int, RowCosts] = {}
         self._early: deque[tuple[int, int]] = deque()
         self._early_of: dict[int, set[int]] = {}
@@ -126,7 +121,7 @@ class Ledger:
     @property
     def is_settled(self) -> bool:
         """Whether no row is left to lease or to wait for."""
-        return not self._unopened and not self._held and all(s.is_complete for s in self._open.values())
+        return not self._unopened and not self._held and all(map(self._is_complete, self._open.values()))
 
     def num_outstanding(self, slot: int) -> int:
         """Leased rows that the rank of ``slot`` has not finished."""
@@ -147,7 +142,11 @@ class Ledger:
 
     def missing_shards(self) -> list[Shard]:
         """The shards that have rows to lease."""
-        opened = [opened.shard for opened in self._open.values() if opened.ranges or opened.suspects]
+        opened = [
+            opened.shard
+            for index, opened in self._open.items()
+            if opened.ranges or self._suspects.waiting_rows(index)
+        ]
         return opened + [shard for shard in self._unopened if shard.num_rows]
 
     def set_costs(self, costs: Mapping[int, RowCosts], num_lanes: int) -> None:
@@ -161,12 +160,14 @@ class Ledger:
             opened.shard.index: _rows_of(opened.ranges) for opened in self._open.values() if opened.ranges
         }
         rows |= {shard.index: range(shard.num_rows) for shard in self._unopened if shard.num_rows}
-        self._early.extend(place for place in find_early(costs, rows, num_lanes) if place not in self._deaths)
+        self._early.extend(
+            place for place in find_early(costs, rows, num_lanes) if place not in self._suspects
+        )
         for shard_index, row in self._early:
             self._early_of.setdefault(shard_index, set()).add(row)
         self._num_unleased_tokens = sum(self._cost(index, own) for index, own in rows.items())
-        for opened in self._open.values():
-            self._num_unleased_tokens += self._cost(opened.shard.index, opened.suspects)
+        for index, opened in self._open.items():
+            self._num_unleased_tokens += self._cost(index, self._suspects.waiting_rows(index))
             self._put_in_order(opened)
 
     def leases_of(self, slot: int) -> list[Lease]:
@@ -240,27 +241,21 @@ class Ledger:
         opened.early.difference_update(rows)
         return self._hold(opened, slot, sorted(rows))
 
-    def has_suspects(self, slot: int, live_slots: Sequence[int]) -> bool:
-        """Whether a suspect waits that the rank of ``slot`` should try."""
-        return any(self._suspects_for(opened, slot, live_slots) for opened in self._open.values())
+    def has_suspects(self, slot: int, slots: Collection[int]) -> bool:
+        """Whether a suspect waits that the rank of ``slot`` may try. ``slots`` are all that live."""
+        return bool(self._suspects.next_group(slot, slots, 1)[0])
 
-    def try_lease_suspects(self, slot: int, live_slots: Sequence[int]) -> Lease | None:
-        """Lease one shard's suspects, to be run alone, to a rank other than the one that died on them."""
-        for opened in self._open.values():
-            rows = self._suspects_for(opened, slot, live_slots)
-            if rows:
-                opened.suspects = [row for row in opened.suspects if row not in rows]
-                return self._hold(opened, slot, rows, is_solo=True)
-        return None
-
-    def _suspects_for(self, opened: _OpenShard, slot: int, live_slots: Sequence[int]) -> list[int]:
-        others = set(live_slots) - {slot}
-        index = opened.shard.index
-        return [
-            row
-            for row in opened.suspects
-            if slot not in self._deaths[index, row] or not others - self._deaths[index, row]
-        ]
+    def try_lease_suspects(self, slot: int, slots: Collection[int], capacity: int) -> tuple[Lease, ...]:
+        """Lease suspects that go together, a lease a shard, to a rank that holds nothing."""
+        places, is_solo = self._suspects.next_group(slot, slots, capacity)
+        self._suspects.take(places)
+        rows: dict[int, list[int]] = {}
+        for index, row in places:
+            rows.setdefault(index, []).append(row)
+        return tuple(
+            self._hold(self._open[index], slot, own, is_apart=True, is_solo=is_solo)
+            for index, own in rows.items()
+        )
 
     def record(self, report: LeaseReport) -> None:
         """Take in how far a lease is; a late word about a lost lease is ignored."""
@@ -276,41 +271,34 @@ class Ledger:
             assert held.num_ok + held.num_error == held.lease.num_rows, report
             self._release(opened, held)
 
-    def lose(self, lease_id: int, state: JournalState) -> list[int]:
+    def lose(self, lease_id: int, state: JournalState, *, is_alone: bool = False) -> list[int]:
         """The lease's rank died, leaving a journal that says ``state``.
 
         Finished rows stay finished, untouched ones can be leased again, started ones become suspects.
-        Returns the rows that have now been there at ``MAX_DEATHS`` deaths: the caller journals an error
-        row for each and calls ``quarantine``.
+        ``is_alone``: one row was in flight on that rank, and no other. Returns that row if it was there at
+        another death before: the caller journals an error row for it and calls ``quarantine``.
         """
-        held = self._held[lease_id]
+        held = self._held.pop(lease_id)
         opened = self._open[held.lease.shard_index]
+        index = opened.shard.index
         ok = sum(state.finished.values())
         error = len(state.finished) - ok
         self._count(opened, ok - held.num_ok, error - held.num_error)
         self.num_read += ok + error - held.num_read
         left = [row for row in held.lease.rows if row not in state.finished]
-        guilty: list[int] = []
+        guilty = []
         for row in left:
-            key = (opened.shard.index, row)
             if row in state.started:
-                self._deaths.setdefault(key, set()).add(held.slot)
-                self._num_deaths[key] = self._num_deaths.get(key, 0) + 1
-                if self._num_deaths[key] >= MAX_DEATHS:
-                    guilty.append(row)
-            if row in guilty:
-                continue
-            if key in self._deaths:
-                opened.suspects.append(row)
-            else:
-                opened.ranges.append((row, row + 1))
+                num_deaths = self._suspects.note_death((index, row), held.slot)
+                guilty += [row] if is_alone and num_deaths > 1 else []
         again = [row for row in left if row not in guilty]
+        self._suspects.put((index, row) for row in again if (index, row) in self._suspects)
+        opened.ranges.extend((row, row + 1) for row in again if (index, row) not in self._suspects)
         self.num_unleased += len(again)
-        self._num_unleased_tokens += self._cost(opened.shard.index, again)
+        self._num_unleased_tokens += self._cost(index, again)
         self._put_in_order(opened)
         # Guilty rows hold their shard open until they are journaled.
         opened.leases.discard(lease_id)
-        del self._held[lease_id]
         if guilty:
             opened.leases.add(-lease_id)
         else:
@@ -340,13 +328,12 @@ class Ledger:
         after all, to a row that was answered again elsewhere.
         """
         opened = self._open.pop(shard_index)
-        assert opened.is_complete, opened
+        assert self._is_complete(opened), opened
         assert tally.num_rows == opened.shard.num_rows == opened.num_ok + opened.num_error, (opened, tally)
         self.num_ok += tally.num_ok - opened.num_ok
         self.num_error += tally.num_error - opened.num_error
         self._costs.pop(shard_index, None)
-        for key in [key for key in self._num_deaths if key[0] == shard_index]:
-            del self._num_deaths[key], self._deaths[key]
+        self._suspects.forget(shard_index)
         self.check()
 
     def check(self) -> None:
@@ -356,12 +343,9 @@ class Ledger:
     def _open_shard(self, shard: Shard, finished: Mapping[int, bool]) -> _OpenShard:
         index = shard.index
         missing = [row for row in range(shard.num_rows) if row not in finished]
-        opened = _OpenShard(
-            shard=shard,
-            ranges=deque(_ranges(row for row in missing if (index, row) not in self._num_deaths)),
-            suspects=[row for row in missing if (index, row) in self._num_deaths],
-        )
-        self._open[index] = opened
+        ranges = _ranges(row for row in missing if (index, row) not in self._suspects)
+        self._open[index] = opened = _OpenShard(shard=shard, ranges=deque(ranges))
+        self._suspects.put((index, row) for row in missing if (index, row) in self._suspects)
         ok = sum(finished.values())
         self.num_unleased -= len(finished)
         self._num_unleased_tokens -= self._cost(index, finished)
@@ -381,11 +365,25 @@ class Ledger:
         costs = self._costs.get(shard_index)
         return sum(1 if costs is None else costs.tokens[row] for row in rows)
 
-    def _hold(self, opened: _OpenShard, slot: int, rows: Sequence[int], *, is_solo: bool = False) -> Lease:
+    def _hold(
+        self,
+        opened: _OpenShard,
+        slot: int,
+        rows: Sequence[int],
+        *,
+        is_apart: bool = False,
+        is_solo: bool = False,
+    ) -> Lease:
         # A file is read forwards: in a lease, order costs a reader more than it can win an engine.
         ranges = tuple(_ranges(sorted(rows)))
         index = opened.shard.index
-        lease = Lease(lease_id=self.take_lease_id(), shard_index=index, ranges=ranges, is_solo=is_solo)
+        lease = Lease(
+            lease_id=self.take_lease_id(),
+            shard_index=index,
+            ranges=ranges,
+            is_apart=is_apart,
+            is_solo=is_solo,
+        )
         opened.leases.add(lease.lease_id)
         num_tokens = self._cost(index, rows)
         self._held[lease.lease_id] = _HeldLease(lease=lease, slot=slot, num_tokens=num_tokens)
@@ -404,8 +402,12 @@ class Ledger:
         self.num_ok += ok
         self.num_error += error
 
+    def _is_complete(self, opened: _OpenShard) -> bool:
+        waiting = self._suspects.waiting_rows(opened.shard.index)
+        return not (opened.ranges or opened.early or opened.leases or waiting)
+
     def _notice_complete(self, opened: _OpenShard) -> None:
-        if opened.is_complete:
+        if self._is_complete(opened):
             self._complete.append(opened.shard.index)
 
 

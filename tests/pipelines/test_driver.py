@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import ConfigError, EngineConfig
+from engine import ConfigError, EngineConfig, EngineDead, RequestOutput
 from pipelines.driver import JobFailed, Outcome, StopRequest
 from pipelines.manifest import OutputFolder
 from pipelines.report import read_status
@@ -88,7 +88,7 @@ def test_c12b_a_poison_row_is_quarantined(tmp_path: Path, folder: OutputFolder, 
     check_answers(output, prompts)
     errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
     assert errors == {"in.parquet#17": "engine_crash"}
-    assert fleet.num_started == num_slots + 2
+    assert num_slots + 2 <= fleet.num_started <= num_slots + 4
 
 
 def test_a_job_whose_ranks_never_start_fails(tmp_path: Path, folder: OutputFolder) -> None:
@@ -102,6 +102,29 @@ def test_a_job_whose_ranks_never_start_fails(tmp_path: Path, folder: OutputFolde
         driver.run()
     assert fleet.num_started == 6
     assert not list(folder.path.glob("*.parquet"))
+
+
+class DeadEngine(FakeEngine):
+    """Is built, takes rows, and dies of the first step, whatever is in it."""
+
+    def step(self) -> list[RequestOutput]:
+        raise EngineDead("never steps")
+
+
+def test_a_job_whose_ranks_all_die_at_work_fails_before_all_rows_are_blamed(
+    tmp_path: Path, folder: OutputFolder
+) -> None:
+    write_prompts(tmp_path / "in.parquet", random_prompts(random.Random(9), 200))
+    driver, fleet = start_run(
+        folder,
+        make_plan(tmp_path / "in.parquet"),
+        num_slots=2,
+        make_engine=lambda number: DeadEngine(CONFIG),
+    )
+    with pytest.raises(JobFailed, match="never steps"):
+        driver.run()
+    assert fleet.num_started <= 2 * (3 + 10)
+    assert read_status(folder.path).num_error < 20
 
 
 def test_a_model_that_a_rank_refuses_refuses_the_job(tmp_path: Path, folder: OutputFolder) -> None:
@@ -242,7 +265,7 @@ def test_a_row_keeps_its_death_when_the_driver_is_started_anew(tmp_path: Path, f
         driver.run()
     again, fleet = start_run(folder, plan, num_slots=1)
     assert again.run() is Outcome.COMMITTED
-    assert fleet.num_started == 2, "one more death is enough"
+    assert 2 <= fleet.num_started <= 4, "the first death counts"
     output = read_output(folder.path)
     check_answers(output, prompts)
     errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}

@@ -55,38 +55,38 @@ def test_a_lost_lease_gives_back_what_was_not_finished() -> None:
     assert ledger.num_ok == 1, "a late word about a lost lease counts for nothing"
     untouched = ledger.try_lease(0, 6)
     assert untouched is not None
-    assert (untouched.rows, untouched.is_solo) == ([4, 5], False)
-    assert ledger.try_lease_suspects(0, [0, 1]) is None, "another rank should try them"
-    suspects = ledger.try_lease_suspects(1, [0, 1])
-    assert suspects is not None
-    assert (suspects.rows, suspects.is_solo) == ([2, 3], True)
+    assert (untouched.rows, untouched.is_apart) == ([4, 5], False)
+    (suspects,) = ledger.try_lease_suspects(0, [0, 1], 4)
+    assert (suspects.rows, suspects.is_apart, suspects.is_solo) == ([2, 3], True, False)
 
 
-def test_the_second_death_has_one_culprit() -> None:
+def test_a_row_that_dies_alone_and_not_for_the_first_time_is_the_culprit() -> None:
     ledger = Ledger(make_shards(4), {})
     lease = ledger.try_lease(0, 4)
     assert lease is not None
     ledger.lose(lease.lease_id, JournalState(started={0, 1, 2}))
-    suspects = ledger.try_lease_suspects(0, [0])
-    assert suspects is not None, "with one rank there is no other to try them"
-    assert ledger.lose(suspects.lease_id, JournalState(started={0, 1}, finished={0: True})) == [1]
+    (suspects,) = ledger.try_lease_suspects(0, [0], 4)
+    assert suspects.rows == [0, 1, 2]
+    died = JournalState(started={0, 1, 2}, finished={0: True, 2: True})
+    assert ledger.lose(suspects.lease_id, died, is_alone=True) == [1]
     assert ledger.take_complete() == []
     ledger.quarantine(suspects.lease_id, 0, 1)
-    rest = [ledger.try_lease(0, 9), ledger.try_lease_suspects(0, [0])]
-    assert [lease.rows for lease in rest if lease is not None] == [[3], [2]]
-    for lease in rest:
-        assert lease is not None
-        finish(ledger, lease)
+    assert ledger.try_lease_suspects(0, [0], 4) == ()
+    rest = ledger.try_lease(0, 9)
+    assert rest is not None
+    assert rest.rows == [3]
+    finish(ledger, rest)
     assert ledger.take_complete() == [0]
     ledger.commit(0, Tally(num_ok=3, errors={"engine_crash": 1}))
 
 
 def test_a_quarantined_row_holds_its_shard_until_it_is_journaled() -> None:
     ledger = Ledger(make_shards(1), {})
-    for _ in range(2):
-        lease = ledger.try_lease(0, 1) or ledger.try_lease_suspects(0, [0])
-        assert lease is not None
-        guilty = ledger.lose(lease.lease_id, JournalState(started={0}))
+    lease = ledger.try_lease(0, 1)
+    assert lease is not None
+    assert ledger.lose(lease.lease_id, JournalState(started={0}), is_alone=True) == [], "once is chance"
+    (lease,) = ledger.try_lease_suspects(0, [0], 4)
+    guilty = ledger.lose(lease.lease_id, JournalState(started={0}), is_alone=True)
     assert guilty == [0]
     assert ledger.take_complete() == []
     ledger.quarantine(lease.lease_id, 0, 1)
@@ -104,9 +104,9 @@ def test_random_histories_keep_the_equation(seed: int) -> None:
     committed: set[int] = set()
     while len(committed) < len(shards):
         slot = random_.randrange(3)
-        lease = ledger.try_lease_suspects(slot, [0, 1, 2]) or ledger.try_lease(slot, random_.randrange(1, 5))
-        if lease is not None:
-            held.append((slot, lease))
+        leases = list(ledger.try_lease_suspects(slot, [0, 1, 2], random_.randrange(1, 5)))
+        lease = None if leases else ledger.try_lease(slot, random_.randrange(1, 5))
+        held += [(slot, one) for one in ([lease] if lease is not None else leases)]
         if held and random_.random() < 0.7:
             slot, lease = held.pop(random_.randrange(len(held)))
             outcomes = {row: random_.random() < 0.8 for row in lease.rows}
@@ -117,7 +117,9 @@ def test_random_histories_keep_the_equation(seed: int) -> None:
                 kept = {row: ok for row, ok in outcomes.items() if random_.random() < 0.5}
                 started = set(kept) | set(random_.sample(lease.rows, random_.randrange(2)))
                 truth[lease.shard_index].update(kept)
-                guilty = ledger.lose(lease.lease_id, JournalState(started=started, finished=kept))
+                is_alone = len(started - kept.keys()) == 1 and random_.random() < 0.5
+                died = JournalState(started=started, finished=kept)
+                guilty = ledger.lose(lease.lease_id, died, is_alone=is_alone)
                 if guilty:
                     truth[lease.shard_index].update(dict.fromkeys(guilty, False))
                     ledger.quarantine(lease.lease_id, lease.shard_index, len(guilty))
