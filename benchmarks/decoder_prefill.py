@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 from benchmarks.environment import describe
 from engine import EngineConfig, Request, SamplingParams
 from engine.layer_rows import num_row_layers
@@ -37,6 +39,7 @@ def measure(model: str, mode: str, prompt: list[int], args: argparse.Namespace) 
         EngineConfig(
             model=model,
             dtype=args.dtype,
+            kernel_impl=args.kernel_impl,
             max_num_seqs=1,
             max_num_batched_tokens=args.chunk,
             enable_prefix_caching=False,
@@ -44,9 +47,9 @@ def measure(model: str, mode: str, prompt: list[int], args: argparse.Namespace) 
         )
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    engine.add_request(
-        Request(request_id="warm-up", prompt_token_ids=prompt[: args.chunk], sampling=sampling)
-    )
+    # Kernels are compiled for the shapes of a long context too: on a GPU the whole prompt is the warm-up.
+    warm_up = prompt if torch.cuda.is_available() else prompt[: args.chunk]
+    engine.add_request(Request(request_id="warm-up", prompt_token_ids=warm_up, sampling=sampling))
     while engine.has_unfinished():
         engine.step()
     engine.add_request(Request(request_id="long", prompt_token_ids=prompt, sampling=sampling))
@@ -66,6 +69,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kernel-impl", default="auto", choices=["auto", "triton", "torch"])
     args = parser.parse_args()
     print(describe())
     with tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,8 @@ class EngineConfig:
     ``num_kv_blocks`` 0 and ``max_model_len`` 0 mean "as many as fit" and "the model's own".
     ``cache_quantisation`` "none" keeps windows, entries and index vectors in ``dtype``; it exists to
     compare with references, not to serve. ``decoder_prefill`` "bounded" is an approximation.
-    ``kernel_impl`` "torch" runs every op as its plain-torch reference, "triton" the kernels there are.
+    ``kernel_impl`` "torch" runs every op as its plain-torch reference, "triton" the kernels there are;
+    "auto" is "triton" on a GPU whose kernels serve the model's shape.
 
     ``host_memory_bytes`` is the budget for KV blocks and states kept in host memory: preempted
     sequences, evicted prefixes, snapshots. 0 keeps nothing there. ``num_host_kv_blocks`` and
@@ -32,7 +33,7 @@ class EngineConfig:
     model: str
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    kernel_impl: Literal["torch", "triton"] = "torch"
+    kernel_impl: Literal["auto", "torch", "triton"] = "auto"
     activation_quantisation: Literal["auto", "release", "row", "none"] = "auto"
     cache_quantisation: Literal["release", "none"] = "release"
     max_model_len: int = 0
@@ -78,7 +79,7 @@ class ResolvedConfig:
     dtype: Literal["float32", "bfloat16"]
     device: Literal["cpu", "cuda"]
     device_name: str = ""
-    kernel_impl: Literal["triton", "torch"] = "torch"
+    kernel_impl: Literal["triton", "torch"]
     activation_quantisation: Literal["release", "row", "none"]
     cache_quantisation: Literal["release", "none"]
     max_model_len: int

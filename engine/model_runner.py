@@ -26,7 +26,7 @@ from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import ModelShape
 from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import build_ngram_tables
-from engine.layers.ops import build_ops, check_kernel_impl
+from engine.layers.ops import build_ops, resolve_kernel_impl
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from engine.scheduler import ScheduledBatch
@@ -48,7 +48,7 @@ class ModelRunner:
         activations = config.activation_quantisation
         if activations == "auto":
             activations = "release" if model_config.is_quantised else "none"
-        check_kernel_impl(config.kernel_impl, model_config, is_gpu=device == "cuda")
+        kernel_impl = resolve_kernel_impl(config.kernel_impl, model_config, is_gpu=device == "cuda")
         self.model_config = model_config
         self.shape = ModelShape(
             num_layers=model_config.num_hidden_layers,
@@ -63,7 +63,7 @@ class ModelRunner:
             dtype=getattr(torch, dtype),
             device=self.device,
             activations=ActivationFormat(activations),
-            ops=build_ops(config.kernel_impl),
+            ops=build_ops(kernel_impl),
         )
         layout = CacheLayout(model_config, config.cache_quantisation == "release", getattr(torch, dtype))
         facts = MemoryFacts(
@@ -80,7 +80,7 @@ class ModelRunner:
             dtype=dtype,
             device=device,
             device_name=_device_name(self.device),
-            kernel_impl=config.kernel_impl,
+            kernel_impl=kernel_impl,
             activation_quantisation=activations,
             cache_quantisation=config.cache_quantisation,
             max_model_len=max_model_len,

@@ -66,11 +66,18 @@ def build_ops(impl: KernelImpl) -> Ops:
     return Ops(impl=impl, **found)
 
 
-def check_kernel_impl(impl: KernelImpl, config: DeepseekV41Config, *, is_gpu: bool) -> None:
-    """Raise ``ConfigError`` where the kernels asked for cannot run."""
+def resolve_kernel_impl(
+    asked: Literal["auto", "triton", "torch"], config: DeepseekV41Config, *, is_gpu: bool
+) -> KernelImpl:
+    """The asked implementation; "auto" is Triton where it can run. Raises ``ConfigError`` where it cannot."""
+    if asked == "torch":
+        return "torch"
     reason = _unsupported_shape(config) if is_gpu else "this rank has no GPU"
-    if impl == "triton" and reason is not None:
+    if reason is None:
+        return "triton"
+    if asked == "triton":
         raise ConfigError(f"engine.kernel_impl is triton, but {reason}")
+    return "torch"
 
 
 def _unsupported_shape(config: DeepseekV41Config) -> str | None:

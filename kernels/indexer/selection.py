@@ -16,7 +16,7 @@ from kernels.indexer.selection_kernel import run_maxima_kernel, select_kernel
 
 RUN = 8
 """Values under one maximum."""
-SCRATCH_BYTES = 192 << 20
+LEAST_SCRATCH_BYTES = 32 << 20
 
 
 def _run_maxima(values: Tensor, limits: Tensor, limit_factor: int, run: int) -> Tensor:
@@ -133,6 +133,11 @@ def num_values_at_once(k: int, run: int) -> int:
     return max(run * k, 1024)
 
 
+def default_scratch_bytes(num_rows: int, query_width: int) -> int:
+    """Three fp32 copies of the queries: with the step's size, never with the context's."""
+    return max(12 * num_rows * query_width, LEAST_SCRATCH_BYTES)
+
+
 def rows_per_tile(num_bytes_per_row: int, scratch_bytes: int) -> int:
     """Query rows of one scoring launch: as many as the scratch holds, whole groups where it can."""
     rows = max(scratch_bytes // num_bytes_per_row, 1)
@@ -157,7 +162,7 @@ def select_entries(
     block_size: int,
     num_blocks: int = 0,
     blocks: Tensor | None = None,
-    scratch_bytes: int = SCRATCH_BYTES,
+    scratch_bytes: int | None = None,
 ) -> SelectedEntries:
     """Score and select for every row: the model page's section 6.
 
@@ -167,7 +172,7 @@ def select_entries(
         block_size: entries of a candidate block, a power of two.
         num_blocks: candidate blocks to keep as well (the newest is pinned); 0 for none.
         blocks: [num_rows, n] kept blocks, ascending, -1 behind: select among their entries only.
-        scratch_bytes: the most this call allocates beside its results.
+        scratch_bytes: the most this call allocates beside its results; ``default_scratch_bytes`` if None.
 
     Returns:
         Ties go to the lowest index; both are ascending with -1 behind.
@@ -179,6 +184,8 @@ def select_entries(
     if blocks is not None and num_blocks:
         raise ValueError(f"num_blocks: {num_blocks}, expected 0 where blocks are given")
     num_rows, device = q.shape[0], q.device
+    if scratch_bytes is None:
+        scratch_bytes = default_scratch_bytes(num_rows, q.shape[1] * index_dim(q))
     entries = torch.empty((num_rows, k), dtype=torch.int64, device=device)
     kept = torch.empty((num_rows, num_blocks), dtype=torch.int64, device=device) if num_blocks else None
     dim = index_dim(q)

@@ -1,9 +1,9 @@
 """Device code of attention at the release's shape on Hopper: 64 heads of 512, packed caches.
 
 A program takes queries in turn, one at a time. Four producer warps gather packed rows and widen them to
-bfloat16 tiles of 32 keys in shared memory; eight consumer warps multiply. The products of a tile overlap the
-softmax of the next one. Keys come in the order of ``kernel.py``. Its bits are not that kernel's, so which of
-them runs is a matter of shapes alone.
+bfloat16 tiles of 64 keys in shared memory; eight consumer warps multiply. A consumer holds one stage at a
+time (scores, softmax and products in turn), so that producers have the other to fill. Keys come in the order
+of ``kernel.py``. Its bits are not that kernel's, so which of them runs is a matter of shapes alone.
 
 Even channels and odd channels lie in tiles of their own (see ``kernel.py``). Keys are held times 2^-64, so
 that packed codes become bfloat16 by moving bits and one exact product; scores and outputs undo it.
@@ -27,8 +27,8 @@ IS_TRITON_3_6 = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"
 """Later versions gave the method a public name."""
 HEADS = gl.constexpr(64)
 HALF = gl.constexpr(256)
-KEYS = gl.constexpr(32)
-STAGES = gl.constexpr(4)
+KEYS = gl.constexpr(64)
+STAGES = gl.constexpr(2)
 WINDOW_WIDTH = gl.constexpr(528)
 ENTRY_WIDTH = gl.constexpr(288)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -109,14 +109,14 @@ NARROW_PAIR = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 @gluon.jit
 def _load_slots(slots_ptr, first, num_selected):
-    """Slots of one tile of entries, held where its words are loaded."""
-    place = first + gl.arange(0, KEYS, gl.SliceLayout(1, ENTRY_WORDS))
+    """Slots of half a tile of entries, held where its words are loaded."""
+    place = first + gl.arange(0, KEYS // 2, gl.SliceLayout(1, ENTRY_WORDS))
     return gl.load(slots_ptr + place, mask=place < num_selected, other=-1)
 
 
 @gluon.jit
 def _load_entries(slots, entries_ptr):
-    """Packed words [32, 64] and scales [32, 32] of one tile of entries; zeros where there is none."""
+    """Packed words [32, 64] and scales [32, 32] of half a tile of entries; zeros where there is none."""
     scales: gl.constexpr = gl.SliceLayout(2, ENTRY_GROUPS)
     rows = entries_ptr + gl.maximum(slots, 0).to(gl.int64) * ENTRY_WIDTH
     word = gl.arange(0, 64, gl.SliceLayout(0, ENTRY_WORDS))
@@ -130,26 +130,26 @@ def _load_entries(slots, entries_ptr):
 
 @gluon.jit
 def _widen_entries(packed, scale, even_smem, odd_smem):
-    """Write one tile of entries as two bfloat16 halves (seen as pairs, 32 bits each)."""
-    packed = gl.convert_layout(packed.reshape([KEYS, 32, 2]), ENTRY_GROUPS, assert_trivial=True)
+    """Write half a tile of entries as two bfloat16 halves (seen as pairs, 32 bits each)."""
+    packed = gl.convert_layout(packed.reshape([KEYS // 2, 32, 2]), ENTRY_GROUPS, assert_trivial=True)
     factor = gl.inline_asm_elementwise(WIDEN_E4M3_SCALE, "=r,r", [scale.to(gl.int32)], gl.int32, True, 1)
     factor = gl.expand_dims(factor, 2)
     e0, e1, o0, o1 = gl.inline_asm_elementwise(
         WIDEN_E2M1, "=&r,=&r,=&r,=&r,r,r", [packed, factor], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
-    even_smem.store(gl.join(e0, e1).reshape([KEYS, HALF // 2]))
-    odd_smem.store(gl.join(o0, o1).reshape([KEYS, HALF // 2]))
+    even_smem.store(gl.join(e0, e1).reshape([KEYS // 2, HALF // 2]))
+    odd_smem.store(gl.join(o0, o1).reshape([KEYS // 2, HALF // 2]))
 
 
 @gluon.jit
 def _load_keys(window_rows_ptr, first):
-    """Window rows of half a tile, held where their words are loaded."""
-    return gl.load(window_rows_ptr + first + gl.arange(0, KEYS // 2, gl.SliceLayout(1, WINDOW_WORDS)))
+    """Window rows of a quarter of a tile, held where their words are loaded."""
+    return gl.load(window_rows_ptr + first + gl.arange(0, KEYS // 4, gl.SliceLayout(1, WINDOW_WORDS)))
 
 
 @gluon.jit
 def _load_window(keys, ring_ptr, chunk_ptr, num_ring_rows):
-    """Packed words [16, 128] and scales [16, 16] of half a tile of window rows; zeros where none."""
+    """Packed words [16, 128] and scales [16, 16] of a quarter of a tile of window rows; zeros where none."""
     scales: gl.constexpr = gl.SliceLayout(2, WINDOW_GROUPS)
     in_ring = ring_ptr + gl.maximum(keys, 0).to(gl.int64) * WINDOW_WIDTH
     in_chunk = chunk_ptr + (keys.to(gl.int64) - num_ring_rows) * WINDOW_WIDTH
@@ -165,15 +165,15 @@ def _load_window(keys, ring_ptr, chunk_ptr, num_ring_rows):
 
 @gluon.jit
 def _widen_window(packed, scale, even_smem, odd_smem):
-    """Write half a tile of window rows as two bfloat16 halves (seen as pairs)."""
-    packed = gl.convert_layout(packed.reshape([KEYS // 2, 16, 8]), WINDOW_GROUPS, assert_trivial=True)
+    """Write a quarter of a tile of window rows as two bfloat16 halves (seen as pairs)."""
+    packed = gl.convert_layout(packed.reshape([KEYS // 4, 16, 8]), WINDOW_GROUPS, assert_trivial=True)
     factor = gl.inline_asm_elementwise(WIDEN_E8M0, "=r,r", [scale.to(gl.int32)], gl.int32, True, 1)
     factor = gl.expand_dims(factor, 2)
     even, odd = gl.inline_asm_elementwise(
         WIDEN_E4M3, "=&r,=&r,r,r", [packed, factor], (gl.int32, gl.int32), True, 1
     )
-    even_smem.store(even.reshape([KEYS // 2, HALF // 2]))
-    odd_smem.store(odd.reshape([KEYS // 2, HALF // 2]))
+    even_smem.store(even.reshape([KEYS // 4, HALF // 2]))
+    odd_smem.store(odd.reshape([KEYS // 4, HALF // 2]))
 
 
 @gluon.jit
@@ -234,7 +234,7 @@ def _produce(
         row_slots_ptr = slots_ptr + row.to(gl.int64) * NUM_SELECTED
         row_window_ptr = window_rows_ptr + row.to(gl.int64) * (WINDOW_TILES * KEYS)
         keys = _load_keys(row_window_ptr, 0)
-        next_keys = _load_keys(row_window_ptr, KEYS // 2)
+        next_keys = _load_keys(row_window_ptr, KEYS // 4)
         num_tiles = 0
         if NUM_SELECTED > 0:
             flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -246,26 +246,26 @@ def _produce(
         query_phase ^= 1
         packed, scale = _load_window(keys, ring_ptr, chunk_ptr, num_ring_rows)
         slots = _load_slots(row_slots_ptr, 0, NUM_SELECTED)
-        next_slots = _load_slots(row_slots_ptr, KEYS, NUM_SELECTED)
-        for half in gl.static_range(2 * WINDOW_TILES):
+        next_slots = _load_slots(row_slots_ptr, KEYS // 2, NUM_SELECTED)
+        for quarter in gl.static_range(4 * WINDOW_TILES):
             stage = count % STAGES
             even, odd = _stage_as_pairs(keys_smem, stage)
-            if half % 2 == 0:
+            if quarter % 4 == 0:
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            if half + 1 < 2 * WINDOW_TILES:
+            if quarter + 1 < 4 * WINDOW_TILES:
                 next_packed, next_scale = _load_window(next_keys, ring_ptr, chunk_ptr, num_ring_rows)
-            if half + 2 < 2 * WINDOW_TILES:
-                next_keys = _load_keys(row_window_ptr, (half + 2) * (KEYS // 2))
+            if quarter + 2 < 4 * WINDOW_TILES:
+                next_keys = _load_keys(row_window_ptr, (quarter + 2) * (KEYS // 4))
             _widen_window(
                 packed,
                 scale,
-                even.slice(half % 2 * (KEYS // 2), KEYS // 2),
-                odd.slice(half % 2 * (KEYS // 2), KEYS // 2),
+                even.slice(quarter % 4 * (KEYS // 4), KEYS // 4),
+                odd.slice(quarter % 4 * (KEYS // 4), KEYS // 4),
             )
-            if half + 1 < 2 * WINDOW_TILES:
+            if quarter + 1 < 4 * WINDOW_TILES:
                 packed = next_packed
                 scale = next_scale
-            if half % 2 == 1:
+            if quarter % 4 == 3:
                 fence_async_shared()
                 mbarrier.arrive(full.index(stage), count=1)
                 count += 1
@@ -273,14 +273,21 @@ def _produce(
         for n in range(num_tiles):
             stage = count % STAGES
             even, odd = _stage_as_pairs(keys_smem, stage)
-            ahead_packed, ahead_scale = _load_entries(next_slots, entries_ptr)
-            next_slots = _load_slots(row_slots_ptr, (n + 2) * KEYS, NUM_SELECTED)
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            _widen_entries(entry_packed, entry_scale, even, odd)
+            for half in gl.static_range(2):
+                ahead_packed, ahead_scale = _load_entries(next_slots, entries_ptr)
+                first = n * KEYS + (half + 2) * (KEYS // 2)
+                next_slots = _load_slots(row_slots_ptr, first, NUM_SELECTED)
+                _widen_entries(
+                    entry_packed,
+                    entry_scale,
+                    even.slice(half * (KEYS // 2), KEYS // 2),
+                    odd.slice(half * (KEYS // 2), KEYS // 2),
+                )
+                entry_packed = ahead_packed
+                entry_scale = ahead_scale
             fence_async_shared()
             mbarrier.arrive(full.index(stage), count=1)
-            entry_packed = ahead_packed
-            entry_scale = ahead_scale
             count += 1
 
 
@@ -309,7 +316,7 @@ def _issue_scores(q_smem, keys_smem, full, count, scores_layout: gl.constexpr):
 
 @gluon.jit
 def _thread_sums(weights):
-    """[64, 32] -> [64, 2, 4]: the sums of what one thread holds of each row, without an exchange."""
+    """[64, 64] -> [64, 2, 4]: the sums of what one thread holds of each row, without an exchange."""
     split = weights.reshape([HEADS, 2, KEYS // 16, 4, 2])
     return gl.sum(gl.sum(split, 4), 2)
 
@@ -337,7 +344,7 @@ def _consume(
     ROPE_HALF: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax, weighted sums; then the division, the inverse rotation and the store."""
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 16, 16])
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
     head_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
     key_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
@@ -347,7 +354,6 @@ def _consume(
         row_slots_ptr = slots_ptr + row.to(gl.int64) * NUM_SELECTED
         row_window_ptr = window_rows_ptr + row.to(gl.int64) * (WINDOW_TILES * KEYS)
         sink = gl.load(sink_ptr + gl.arange(0, HEADS, head_layout)) * LOG2_E
-        keys = _tile_keys(row_window_ptr, row_slots_ptr, 0, NUM_SELECTED, WINDOW_TILES, key_layout)
         num_tiles = WINDOW_TILES
         if NUM_SELECTED > 0:
             flat: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
@@ -358,37 +364,26 @@ def _consume(
         acc_odd = gl.zeros([HEADS, HALF], gl.float32, acc_layout)
         mbarrier.wait(q_full, query_phase)
         query_phase ^= 1
-        pending = _issue_scores(q_smem, keys_smem, full, count, scores_layout)
-        scores = warpgroup_mma_wait(0, deps=[pending])
-        weights, peak, sums, shrink, excess = _weigh(scores, keys, scale_log2, peak, sums)
-        weights_smem.index(count % STAGES).store(weights.to(gl.bfloat16))
-        fence_async_shared()
-
-        for tile in range(1, num_tiles):
+        for tile in range(num_tiles):
             stage = count % STAGES
             keys = _tile_keys(row_window_ptr, row_slots_ptr, tile, NUM_SELECTED, WINDOW_TILES, key_layout)
-            pending = _issue_scores(q_smem, keys_smem, full, count + 1, scores_layout)
-            tile_weights = weights_smem.index(stage)
-            next_even = warpgroup_mma(tile_weights, keys_smem.index(2 * stage), acc_even, is_async=True)
-            next_odd = warpgroup_mma(tile_weights, keys_smem.index(2 * stage + 1), acc_odd, is_async=True)
-            scores = warpgroup_mma_wait(2, deps=[pending])
+            pending = _issue_scores(q_smem, keys_smem, full, count, scores_layout)
+            scores = warpgroup_mma_wait(0, deps=[pending])
             weights, peak, sums, shrink, excess = _weigh(scores, keys, scale_log2, peak, sums)
-            narrow = weights.to(gl.bfloat16)
-            acc_even, acc_odd = warpgroup_mma_wait(0, deps=[next_even, next_odd])
-            mbarrier.arrive(empty.index(stage), count=1)
             if excess > SLACK:
                 factor = gl.convert_layout(shrink, gl.SliceLayout(1, acc_layout))[:, None]
                 acc_even = acc_even * factor
                 acc_odd = acc_odd * factor
-            count += 1
-            weights_smem.index(count % STAGES).store(narrow)
+            tile_weights = weights_smem.index(stage)
+            tile_weights.store(weights.to(gl.bfloat16))
             fence_async_shared()
+            next_even = warpgroup_mma(tile_weights, keys_smem.index(2 * stage), acc_even, is_async=True)
+            next_odd = warpgroup_mma(tile_weights, keys_smem.index(2 * stage + 1), acc_odd, is_async=True)
+            acc_even, acc_odd = warpgroup_mma_wait(0, deps=[next_even, next_odd])
+            mbarrier.arrive(empty.index(stage), count=1)
+            count += 1
 
         mbarrier.arrive(q_empty, count=1)
-        stage = count % STAGES
-        tile_weights = weights_smem.index(stage)
-        next_even = warpgroup_mma(tile_weights, keys_smem.index(2 * stage), acc_even, is_async=True)
-        next_odd = warpgroup_mma(tile_weights, keys_smem.index(2 * stage + 1), acc_odd, is_async=True)
         total = gl.convert_layout(gl.sum(gl.sum(sums, 2), 1), head_layout) + gl.exp2(sink - peak)
         factor = gl.convert_layout(KEY_UNIT / total, gl.SliceLayout(1, acc_layout))[:, None]
         channel = gl.arange(0, HALF, gl.SliceLayout(0, acc_layout))
@@ -396,9 +391,6 @@ def _consume(
         at_angle = row.to(gl.int64) * ROPE_HALF + angle
         cos = gl.load(cos_ptr + at_angle, mask=angle >= 0, other=1.0)[None, :]
         sin = gl.load(sin_ptr + at_angle, mask=angle >= 0, other=0.0)[None, :]
-        acc_even, acc_odd = warpgroup_mma_wait(0, deps=[next_even, next_odd])
-        mbarrier.arrive(empty.index(stage), count=1)
-        count += 1
         acc_even = acc_even * factor
         acc_odd = acc_odd * factor
         turned = [acc_even * cos + acc_odd * sin, acc_odd * cos - acc_even * sin]
@@ -417,11 +409,10 @@ def hopper_attention_kernel(
 ):  # fmt: skip
     """``q`` and ``out`` as 32-bit words, two channels each; strides in words. Programs take rows in turn."""
     half_tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    weights_tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, HALF], half_tile)
     keys_smem = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, KEYS, HALF], half_tile)
-    weights_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, HEADS, KEYS], weights_tile)
+    weights_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, HEADS, KEYS], half_tile)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)

@@ -80,11 +80,11 @@ def load_model(
     return LoadedModel(config, shape, tables, model, dtype, device)
 
 
-def add_rounding_noise(model: DeepseekV41Model, seed: int | None) -> None:
-    """Change the embedding by about one last bit, so that values at the edge of a rounding step may fall otherwise."""
+def add_rounding_noise(model: DeepseekV41Model, seed: int | None, relative: float = 1e-7) -> None:
+    """Change the embedding by about a last bit, so that values at the edge of a rounding step may fall otherwise."""
     if seed is not None:
         noise = torch.randn(model._embed.shape, generator=torch.Generator().manual_seed(seed))
-        model._embed = model._embed * (1 + 1e-7 * noise)
+        model._embed = model._embed * (1 + relative * noise).to(model._embed.device)
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from engine.api import Completion, Request, SamplingParams
 from engine.layers.ngrams import build_ngram_tables
+from engine.layers.ops import KernelImpl
 from engine.models.deepseek_v41_config import load_model_config
 from tests.engine.engine_harness import build_engine, run
 from tests.engine.golden_harness import (
@@ -63,9 +64,17 @@ NOISE_SEEDS = (None, 1, 2, 3, 4)
 
 
 @functools.cache
-def loaded_model(model: str, mode: str, seed: int | None = None) -> LoadedModel:
-    loaded = load_model(MODEL_FOLDERS[model], activations="release" if mode == "actq" else "none")
-    add_rounding_noise(loaded.model, seed)
+def loaded_model(
+    model: str, mode: str, seed: int | None = None, device: str = "cpu", kernel_impl: KernelImpl = "torch"
+) -> LoadedModel:
+    loaded = load_model(
+        MODEL_FOLDERS[model],
+        activations="release" if mode == "actq" else "none",
+        device=torch.device(device),
+        kernel_impl=kernel_impl,
+    )
+    # A GPU's exponentials and divisions are a few last bits away from a CPU's to begin with.
+    add_rounding_noise(loaded.model, seed, 1e-7 if device == "cpu" else 5e-7)
     return loaded
 
 
@@ -98,10 +107,11 @@ def check_each(
     files: SequenceOf[Golden],
     attempt: Callable[[int | None], SequenceOf[T]],
     check: Callable[[T, Golden], None],
+    seeds: SequenceOf[int | None] = NOISE_SEEDS,
 ) -> None:
     """``attempt`` gives one result a golden. Each has to pass, in a quantised mode under some noise."""
     pending = list(range(len(files)))
-    for seed in NOISE_SEEDS if mode != "noquant" else (None,):
+    for seed in seeds if mode != "noquant" else (None,):
         results = attempt(seed)
         errors = {}
         for index in pending:
@@ -116,13 +126,20 @@ def check_each(
 
 
 def check_prompts(
-    model: str, mode: str, files: SequenceOf[Golden], attempt: Callable[[LoadedModel], SequenceOf[PromptRun]]
+    model: str,
+    mode: str,
+    files: SequenceOf[Golden],
+    attempt: Callable[[LoadedModel], SequenceOf[PromptRun]],
+    *,
+    device: str = "cpu",
+    kernel_impl: KernelImpl = "torch",
 ) -> None:
     check_each(
         mode,
         files,
-        lambda seed: attempt(loaded_model(model, mode, seed)),
+        lambda seed: attempt(loaded_model(model, mode, seed, device, kernel_impl)),
         lambda run, golden: check_close(run, golden, model, mode),
+        NOISE_SEEDS if device == "cpu" else (*NOISE_SEEDS, *range(5, 13)),
     )
 
 

@@ -37,7 +37,8 @@ def attention_inputs(
     is_packed: bool,
     is_full: bool = False,
 ) -> dict[str, Tensor | float | None]:
-    """Random inputs; without ``is_full`` some rows have short windows, few entries, or none at all."""
+    """Random inputs. ``is_full``: no holes, and all of unit variance, as normed keys and queries are; without
+    it keys differ wildly in size, and some rows have short windows, few entries, or none at all."""
     g = torch.Generator(device).manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -46,9 +47,10 @@ def attention_inputs(
     def store(x: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
         return pack(x) if is_packed else x.to(dtype)
 
-    ring = store(randn(3 * window, head_dim) * 2, pack_fp8)
+    spread = 0.0 if is_full else 1.0
+    ring = store(randn(3 * window, head_dim) * (1 + spread), pack_fp8)
     chunk = store(randn(num_rows + 7, head_dim), pack_fp8)
-    entries = store(randn(num_slots, head_dim) * torch.exp2(2 * randn(num_slots, 1)), pack_fp4_entry)
+    entries = store(randn(num_slots, head_dim) * torch.exp2(2 * spread * randn(num_slots, 1)), pack_fp4_entry)
     last = torch.arange(num_rows, device=device) % (2 * window) + window
     window_rows = last[:, None] * 1 + torch.arange(window, device=device) + 3 * window - 2 * window
     window_rows = window_rows % (3 * window + num_rows + 7)
@@ -64,7 +66,7 @@ def attention_inputs(
     frequencies = rope_frequencies(min(64, head_dim // 4), 10000.0, None).to(device)
     cos, sin = rope_tables(torch.arange(num_rows, device=device) * 3, frequencies)
     return {
-        "q": (randn(num_rows, num_heads, head_dim) * 1.5).to(dtype),
+        "q": (randn(num_rows, num_heads, head_dim) * (1 + spread / 2)).to(dtype),
         "ring": ring,
         "chunk": chunk,
         "window_rows": window_rows.to(torch.int32),

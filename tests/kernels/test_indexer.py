@@ -10,7 +10,7 @@ import torch
 
 from kernels.indexer import KeyPages, candidate_scores, index_scores, select_entries, select_topk
 from kernels.indexer.op import choose_row_config, choose_tile_config
-from kernels.indexer.selection import rows_per_tile
+from kernels.indexer.selection import default_scratch_bytes, rows_per_tile
 from tests.kernels.contract import Gate, OpCase, contract_device, contract_params
 from tests.kernels.indexer_cases import BLOCK_SIZE, CASES, ONE, build, pages_of
 
@@ -75,3 +75,6 @@ def test_scratch_bounds_a_tile() -> None:
     assert rows_per_tile(1 << 10, 192 << 20) % 512 == 0
     for num_bytes in (1, 1000, 98_000, 600_000, 1 << 30):
         assert 1 <= rows_per_tile(num_bytes, 192 << 20) <= max((192 << 20) // num_bytes, 1)
+    # The release's queries: 32 heads of 128.
+    assert default_scratch_bytes(4096, 32 * 128) == 192 << 20
+    assert default_scratch_bytes(1, 32 * 128) == 32 << 20
