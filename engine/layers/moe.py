@@ -56,7 +56,7 @@ class MoE:
             routed_scale=config.routed_scaling_factor,
         )
         slots = expert_mlp_reference(
-            x, routes, self._w13, self._w2, limit=config.swiglu_limit, quantise=quantise
+            x, routes, self._w13, self._w2, limit=config.swiglu_limit, mode=quantise.mode
         )
         hidden = swiglu_reference(self._shared_w13(quantise(x)), None, limit=config.swiglu_limit)
         return combine_experts_reference(slots, self._shared_w2(quantise(hidden))), routes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.linear import linear_reference
+from kernels.moe.weights import ExpertWeight, expert_matrix, weight_shape
+from kernels.number_formats import ActivationMode, dequantise_activations, quantise_activations_reference
 from kernels.tree_sum import tree_sum
 from kernels.whole_vectors import on_whole_vectors
 
@@ -29,12 +30,14 @@ def route_tokens_reference(
     """Choose by biased score, weigh by the unbiased one.
 
     Args:
-        x: [num_rows, hidden]; gate: [num_experts, hidden] fp32; bias: [num_experts] fp32.
+        x: [num_rows, hidden]; bias: [num_experts] fp32.
+        gate: [num_experts, hidden] fp32, or for bfloat16 rows its pieces from ``split_gate``.
         top_k: experts per token; ties go to the lowest id.
         routed_scale: factor on the normalised weights.
 
     ``s = sqrt(softplus(gate x))``; weights are ``s / (sum of the chosen + 1e-20) * routed_scale``.
     """
+    gate = gate if gate.dim() == 2 else gate.float().flip(0).cumsum(0)[-1]
     scores = torch.sqrt(on_whole_vectors(F.softplus, linear_reference(x.float(), gate)))
     order = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices
     expert_ids = order[:, :top_k]
@@ -58,44 +61,57 @@ def swiglu_reference(gate_and_up: Tensor, weights: Tensor | None, *, limit: floa
 def expert_mlp_reference(
     x: Tensor,
     routes: Routes,
-    w13: Tensor,
-    w2: Tensor,
+    w13: ExpertWeight,
+    w2: ExpertWeight,
     *,
     limit: float,
-    quantise: Callable[[Tensor], Tensor],
+    mode: ActivationMode,
 ) -> Tensor:
     """Every slot's expert output.
 
     Args:
         x: [num_rows, hidden].
-        w13: [num_experts, 2 * intermediate, hidden]; w2: [num_experts, hidden, intermediate]; dtype of ``x``.
+        w13: [num_experts, 2 * intermediate, hidden], the gate's rows first; w2: [num_experts, hidden,
+            intermediate]; each mxfp4 or of the dtype of ``x``.
         limit: clamp of ``swiglu_reference``.
-        quantise: applied to the input of each product.
+        mode: how the input of each product is rounded.
 
     Returns:
         [num_rows, top_k, hidden], dtype of ``x``. The caller sums the slots in order.
     """
     num_rows, top_k = routes.expert_ids.shape
+    out = x.new_empty(num_rows * top_k, x.shape[1])
+    if num_rows == 0:
+        return out.view(0, top_k, -1)
     experts = routes.expert_ids.flatten()
     slots = torch.argsort(experts, stable=True)
-    counts = torch.bincount(experts, minlength=w13.shape[0]).tolist()
+    counts = torch.bincount(experts, minlength=weight_shape(w13)[0]).tolist()
     # Each expert's rows are padded to whole tiles (with a row of its own), so that every product and
     # every vector kernel sees whole tiles whatever the counts.
     groups = [g for g in slots.split(counts) if len(g)]
     padded = torch.cat([torch.cat([g, g[-1:].expand(-len(g) % EXPERT_ROW_TILE)]) for g in groups])
     sizes = [-(-count // EXPERT_ROW_TILE) * EXPERT_ROW_TILE for count in counts]
-    hidden = _grouped_linear(quantise(x)[padded // top_k], sizes, w13)
-    hidden = quantise(swiglu_reference(hidden, routes.weights.flatten()[padded, None], limit=limit))
-    out = x.new_empty(num_rows * top_k, x.shape[1])
+    rounded = _rounded(x, mode)
+    hidden = _grouped_linear(rounded[padded // top_k], sizes, w13)
+    hidden = swiglu_reference(hidden, routes.weights.flatten()[padded, None], limit=limit)
     # A padding row repeats a real one: both write the same bytes.
-    out[padded] = _grouped_linear(hidden, sizes, w2)
+    out[padded] = _grouped_linear(_rounded(hidden, mode), sizes, w2)
     return out.view(num_rows, top_k, -1)
 
 
-def _grouped_linear(x: Tensor, sizes: list[int], weights: Tensor) -> Tensor:
+def _rounded(x: Tensor, mode: ActivationMode) -> Tensor:
+    """What a product of the mode reads, in the dtype of ``x``."""
+    return (
+        x if mode == "none" else dequantise_activations(quantise_activations_reference(x, mode=mode), x.dtype)
+    )
+
+
+def _grouped_linear(x: Tensor, sizes: list[int], weight: ExpertWeight) -> Tensor:
     """Consecutive runs of ``sizes`` rows, each through its own expert's weight."""
     parts = [
-        linear_reference(rows, weights[expert]) for expert, rows in enumerate(x.split(sizes)) if len(rows)
+        linear_reference(rows, expert_matrix(weight, expert, x.dtype))
+        for expert, rows in enumerate(x.split(sizes))
+        if len(rows)
     ]
     return torch.cat(parts)
 

@@ -68,7 +68,7 @@ def _rounded(x: Tensor) -> Tensor:
 
 def _experts(x: Tensor) -> Tensor:
     routes = route_tokens_reference(x, GATE.float(), BIAS, top_k=3, routed_scale=1.5)
-    slots = expert_mlp_reference(x, routes, W13.to(x.dtype), W2.to(x.dtype), limit=1.5, quantise=_rounded)
+    slots = expert_mlp_reference(x, routes, W13.to(x.dtype), W2.to(x.dtype), limit=1.5, mode="release")
     return combine_experts_reference(slots, x)
 
 
@@ -309,7 +309,7 @@ def test_routes_are_chosen_with_the_bias_and_weighed_without() -> None:
 def test_experts_are_clamped_weighed_and_summed_with_the_shared_one() -> None:
     x = normal(9, HIDDEN) * 3
     routes = route_tokens_reference(x, GATE, BIAS, top_k=3, routed_scale=1.5)
-    slots = expert_mlp_reference(x, routes, W13, W2, limit=1.5, quantise=lambda rows: rows)
+    slots = expert_mlp_reference(x, routes, W13, W2, limit=1.5, mode="none")
     for row in range(9):
         for slot in range(3):
             expert = int(routes.expert_ids[row, slot])

@@ -1,0 +1,152 @@
+"""Device code of experts at any shape: rounding of rows, grouped products, the activation, the slots' sum.
+
+Rows are sorted by expert; a program owns one tile of rows of one expert and one tile of outputs. Products
+read rows that are rounded already, in the dtype of the engine, and weights as they are stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.number_formats.kernel import ceil_power_of_two, e2m1_values, e4m3_codes, e4m3_values, e8m0_values
+
+E4M3_RECIPROCAL = tl.constexpr(1.0 / 448.0)
+
+
+@triton.jit
+def silu_product(gate, up, limit):
+    """``silu(min(gate, limit)) * clip(up, -limit, limit)`` in fp32."""
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def fp8_exponent(largest):
+    """Biased exponent of the scale of channels whose largest magnitude is given."""
+    return ceil_power_of_two(tl.maximum(largest, 1e-4) * E4M3_RECIPROCAL)
+
+
+@triton.jit
+def round_rows_kernel(
+    x_ptr, out_ptr, stride_x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_ROW: tl.constexpr
+):
+    """One row: to e4m3 with a power-of-two scale for all of it or per 32 channels, and back to its dtype."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    is_in = column < WIDTH
+    x = tl.load(x_ptr + row * stride_x_row + column, mask=is_in, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x), 1)
+    if IS_ROW:
+        largest = tl.zeros([BLOCK // 32], tl.float32) + tl.max(largest, 0)
+    scale = tl.broadcast_to(e8m0_values(fp8_exponent(largest))[:, None], [BLOCK // 32, 32])
+    rounded = e4m3_values(e4m3_codes(tl.div_rn(x, scale))) * scale
+    tl.store(out_ptr + row * WIDTH + column, rounded.to(out_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def _load_weight(
+    w_ptr, scale_ptr, row, is_row, k, DEPTH: tl.constexpr,
+    OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, IS_FP4: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[OUTPUTS, BLOCK] of the weight from column k on, in the rows' dtype."""
+    if IS_FP4:
+        byte = k // 2 + tl.arange(0, BLOCK // 2)
+        is_byte = is_row[:, None] & (byte < DEPTH // 2)[None, :]
+        packed = tl.load(w_ptr + row[:, None] * (DEPTH // 2) + byte[None, :], mask=is_byte, other=0)
+        packed = packed.to(tl.int32)
+        values = tl.join(e2m1_values(packed & 15), e2m1_values(packed >> 4))
+        group = k // 32 + tl.arange(0, BLOCK // 32)
+        is_group = is_row[:, None] & (group < DEPTH // 32)[None, :]
+        scale = tl.load(scale_ptr + row[:, None] * (DEPTH // 32) + group[None, :], mask=is_group, other=0)
+        values = tl.reshape(values, [OUTPUTS, BLOCK // 32, 32]) * e8m0_values(scale)[:, :, None]
+        return tl.reshape(values, [OUTPUTS, BLOCK]).to(DTYPE)
+    else:
+        column = k + tl.arange(0, BLOCK)
+        is_in = is_row[:, None] & (column < DEPTH)[None, :]
+        return tl.load(w_ptr + row[:, None] * DEPTH + column[None, :], mask=is_in, other=0.0)
+
+
+@triton.jit
+def expert_product_kernel(
+    x_ptr, w_ptr, scale_ptr, order_ptr, tiles_ptr, weights_ptr, out_ptr, limit,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, IS_GATED: tl.constexpr,
+    IS_FP4: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One tile of an expert's rows and outputs.
+
+    Gated: ``x`` [num_rows, DEPTH] is read by slot, the weight has 2 * WIDTH rows, and the activated hidden
+    rows go to ``out`` [num_slots, WIDTH] in sorted order. Otherwise sorted rows go to ``out`` by slot.
+    """
+    num_columns: tl.constexpr = (WIDTH + OUTPUTS - 1) // OUTPUTS
+    tile_ptr = tiles_ptr + (tl.program_id(0) // num_columns) * 3
+    expert = tl.load(tile_ptr).to(tl.int64)
+    if expert < 0:
+        return
+    position = tl.load(tile_ptr + 1) + tl.arange(0, ROWS)
+    is_row = position < tl.load(tile_ptr + 2)
+    slot = tl.load(order_ptr + position, mask=is_row, other=0).to(tl.int64)
+    source = position.to(tl.int64)
+    if IS_GATED:
+        source = slot // TOP_K
+    output = (tl.program_id(0) % num_columns) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = output < WIDTH
+    weight_row = expert * (2 * WIDTH if IS_GATED else WIDTH) + output
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    z = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    up = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for k in tl.range(0, DEPTH, BLOCK):
+        column = k + tl.arange(0, BLOCK)
+        is_in = is_row[:, None] & (column < DEPTH)[None, :]
+        x = tl.load(x_ptr + source[:, None] * DEPTH + column[None, :], mask=is_in, other=0.0)
+        w = _load_weight(w_ptr, scale_ptr, weight_row, is_output, k, DEPTH, OUTPUTS, BLOCK, IS_FP4, dtype)
+        z = tl.dot(x, tl.trans(w), acc=z, input_precision="ieee")
+        if IS_GATED:
+            w = _load_weight(
+                w_ptr, scale_ptr, weight_row + WIDTH, is_output, k, DEPTH, OUTPUTS, BLOCK, IS_FP4, dtype
+            )
+            up = tl.dot(x, tl.trans(w), acc=up, input_precision="ieee")
+    target = slot
+    if IS_GATED:
+        # As the engine's products are: rounded to its dtype before the activation.
+        z = silu_product(z.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), limit)
+        z = z * tl.load(weights_ptr + slot, mask=is_row, other=0.0)[:, None]
+        target = position.to(tl.int64)
+    out_ptrs = out_ptr + target[:, None] * WIDTH + output[None, :]
+    tl.store(out_ptrs, z.to(dtype), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def swiglu_kernel(
+    x_ptr, weights_ptr, out_ptr, limit, stride_x_row,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """One block of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = column < WIDTH
+    x_ptrs = x_ptr + row * stride_x_row + column
+    gate = tl.load(x_ptrs, mask=is_in, other=0.0).to(tl.float32)
+    up = tl.load(x_ptrs + WIDTH, mask=is_in, other=0.0).to(tl.float32)
+    hidden = silu_product(gate, up, limit)
+    if HAS_WEIGHTS:
+        hidden = hidden * tl.load(weights_ptr + row)
+    tl.store(out_ptr + row * WIDTH + column, hidden.to(out_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def combine_experts_kernel(
+    slots_ptr, shared_ptr, out_ptr, stride_shared_row, stride_out_row,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one row: its slots in order, then the shared expert."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = column < WIDTH
+    slot_ptrs = slots_ptr + row * (TOP_K * WIDTH) + column
+    total = tl.load(slot_ptrs, mask=is_in, other=0.0).to(tl.float32)
+    for slot in tl.static_range(1, TOP_K):
+        total += tl.load(slot_ptrs + slot * WIDTH, mask=is_in, other=0.0).to(tl.float32)
+    total += tl.load(shared_ptr + row * stride_shared_row + column, mask=is_in, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * stride_out_row + column, total.to(out_ptr.dtype.element_ty), mask=is_in)

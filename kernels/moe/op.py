@@ -1,0 +1,198 @@
+"""Experts on the device: every slot's output, the shared expert's activation, the sum.
+
+Owns checks, tile choice and launches. Which ids are local, and what travels between ranks, is the caller's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.argument_checks import FLOATS, expect_dense, expect_output, expect_tensor
+from kernels.moe.kernel import (
+    combine_experts_kernel,
+    expert_product_kernel,
+    round_rows_kernel,
+    swiglu_kernel,
+)
+from kernels.moe.reference import Routes
+from kernels.moe.routing import Plan, plan_slots
+from kernels.moe.weights import ExpertWeight, weight_shape
+from kernels.number_formats import SCALE_BLOCK, ActivationMode
+
+MODES = ("release", "row", "none")
+
+
+class ExpertConfig(NamedTuple):
+    """Tiles of the grouped products: functions of shape and dtype, not of the number of rows."""
+
+    rows: int
+    outputs: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_config(depth: int, width: int, dtype: torch.dtype) -> ExpertConfig:
+    """Tiles for a product of rows of ``depth`` with ``width`` outputs."""
+    outputs = min(64, max(16, triton.next_power_of_2(width)))
+    if dtype == torch.float32:
+        return ExpertConfig(16, min(32, outputs), 32, 4, 1)
+    return ExpertConfig(64, outputs, 64 if depth % 64 == 0 else 32, 4, 3)
+
+
+def _expect_weight(name: str, weight: ExpertWeight, shape: tuple[int | None, int, int], x: Tensor) -> None:
+    experts, outputs, inputs = shape
+    if isinstance(weight, Tensor):
+        expect_tensor(name, weight, shape, (x.dtype,), like=x)
+        return
+    expect_tensor(f"{name}.values", weight.values, (experts, outputs, inputs // 2), (torch.uint8,), like=x)
+    scales = (weight.values.shape[0], outputs, inputs // SCALE_BLOCK)
+    expect_tensor(f"{name}.scales", weight.scales, scales, (torch.uint8,), like=x)
+
+
+def _round_rows(x: Tensor, mode: ActivationMode) -> Tensor:
+    """The numbers that a product of the mode reads, rows close together."""
+    num_rows, width = x.shape
+    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(width)
+    round_rows_kernel[(num_rows,)](
+        x, out, x.stride(0), WIDTH=width, BLOCK=block, IS_ROW=mode == "row",
+        num_warps=min(8, max(1, block // 512)),
+    )  # fmt: skip
+    return out
+
+
+def _product(
+    x: Tensor, weight: ExpertWeight, plan: Plan, routes: Routes, out: Tensor, limit: float, is_gated: bool
+) -> None:
+    """One grouped product into ``out``; see ``expert_product_kernel``."""
+    depth, width = x.shape[1], out.shape[-1]
+    config = choose_config(depth, width, x.dtype)
+    values, scales = (weight, weight) if isinstance(weight, Tensor) else weight
+    grid = (plan.tiles.shape[0] * triton.cdiv(width, config.outputs),)
+    expert_product_kernel[grid](
+        x, values, scales, plan.order, plan.tiles, routes.weights, out, limit,
+        DEPTH=depth, WIDTH=width, TOP_K=routes.expert_ids.shape[1], IS_GATED=is_gated,
+        IS_FP4=not isinstance(weight, Tensor), ROWS=config.rows, OUTPUTS=config.outputs, BLOCK=config.block,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def expert_mlp(
+    x: Tensor,
+    routes: Routes,
+    w13: ExpertWeight,
+    w2: ExpertWeight,
+    *,
+    limit: float,
+    mode: ActivationMode,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Every slot's expert output: ``w2 (weight * silu(min(w1 x, limit)) * clip(w3 x, -limit, limit))``.
+
+    Args:
+        x: [num_rows, hidden], float32 or bfloat16; rows may lie apart where the mode rounds them.
+        routes: expert ids [num_rows, top_k] int64, all of them experts of the weights, and slot weights
+            [num_rows, top_k] fp32.
+        w13: [num_experts, 2 * intermediate, hidden], the gate's rows first; w2: [num_experts, hidden,
+            intermediate]; each mxfp4 or of the dtype of ``x``. Both depths are multiples of 32.
+        limit: clamp of the activation.
+        mode: how the input of each product is rounded.
+        out: where to write; None allocates.
+
+    Returns:
+        [num_rows, top_k, hidden], dtype of ``x``. The caller sums the slots in order.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    expect_tensor("x", x, (None, None), FLOATS, is_strided=mode != "none")
+    num_rows, width = x.shape
+    experts, double, _ = weight_shape(w13)
+    intermediate = double // 2
+    _expect_weight("w13", w13, (None, 2 * intermediate, width), x)
+    _expect_weight("w2", w2, (experts, width, intermediate), x)
+    if width % SCALE_BLOCK or intermediate % SCALE_BLOCK:
+        raise ValueError(f"w13: expected depths of whole {SCALE_BLOCK}s, got {width} and {intermediate}")
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {MODES}, got {mode}")
+    ids, weights = routes
+    expect_tensor("routes.expert_ids", ids, (num_rows, None), (torch.int64,), like=x)
+    expect_tensor("routes.weights", weights, tuple(ids.shape), (torch.float32,), like=x)
+    top_k = ids.shape[1]
+    out = expect_output("out", out, (num_rows, top_k, width), x.dtype, x)
+    expect_dense("out", out)
+    if num_rows == 0:
+        return out
+    plan = plan_slots(ids, experts, choose_config(width, intermediate, x.dtype).rows)
+    rows = x if mode == "none" else _round_rows(x, mode)
+    hidden = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
+    _product(rows, w13, plan, routes, hidden, limit, is_gated=True)
+    if mode != "none":
+        hidden = _round_rows(hidden, mode)
+    _product(hidden, w2, plan, routes, out, limit, is_gated=False)
+    return out
+
+
+def swiglu(gate_and_up: Tensor, weights: Tensor | None, *, limit: float, out: Tensor | None = None) -> Tensor:
+    """``silu(min(g, limit)) * clip(v, -limit, limit) [* weight]`` in fp32, cast to the input's dtype.
+
+    Args:
+        gate_and_up: [num_rows, 2 * intermediate], float32 or bfloat16: g, then v; rows may lie apart.
+        weights: [num_rows, 1] fp32 or None.
+        limit: the clamp.
+        out: where to write; None allocates.
+
+    Returns:
+        [num_rows, intermediate], dtype of ``gate_and_up``.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    expect_tensor("gate_and_up", gate_and_up, (None, None), FLOATS, is_strided=True)
+    num_rows, double = gate_and_up.shape
+    if double % 2:
+        raise ValueError(f"gate_and_up: expected an even width, got {double}")
+    if weights is not None:
+        expect_tensor("weights", weights, (num_rows, 1), (torch.float32,), like=gate_and_up)
+    width = double // 2
+    out = expect_output("out", out, (num_rows, width), gate_and_up.dtype, gate_and_up)
+    expect_dense("out", out)
+    if num_rows and width:
+        block = min(1024, triton.next_power_of_2(width))
+        swiglu_kernel[(num_rows, triton.cdiv(width, block))](
+            gate_and_up, gate_and_up if weights is None else weights, out, limit, gate_and_up.stride(0),
+            WIDTH=width, BLOCK=block, HAS_WEIGHTS=weights is not None, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def combine_experts(slots: Tensor, shared: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Sum in slot order, then the shared expert: fp32 inside, dtype of ``slots`` out.
+
+    Args:
+        slots: [num_rows, top_k, hidden], float32 or bfloat16.
+        shared: [num_rows, hidden], dtype of ``slots``; rows may lie apart.
+        out: where to write, rows may lie apart; None allocates.
+
+    Returns:
+        [num_rows, hidden].
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    expect_tensor("slots", slots, (None, None, None), FLOATS)
+    num_rows, top_k, width = slots.shape
+    expect_tensor("shared", shared, (num_rows, width), (slots.dtype,), like=slots, is_strided=True)
+    out = expect_output("out", out, (num_rows, width), slots.dtype, slots)
+    if num_rows and width:
+        block = min(1024, triton.next_power_of_2(width))
+        combine_experts_kernel[(num_rows, triton.cdiv(width, block))](
+            slots, shared, out, shared.stride(0), out.stride(0),
+            WIDTH=width, TOP_K=top_k, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out

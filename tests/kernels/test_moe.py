@@ -1,0 +1,104 @@
+"""Routing and experts: the contract, the plan of slots, exact pieces, argument checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.moe import (
+    Routes,
+    combine_experts,
+    expert_mlp,
+    route_tokens,
+    split_gate,
+    swiglu,
+)
+from kernels.moe.op import choose_config
+from kernels.moe.routing import choose_gate_config, plan_slots
+from tests.kernels.contract import Gate, OpCase, contract_device, contract_params, equal_bytes
+from tests.kernels.moe_cases import CASES, SMALL, expert_inputs, expert_weight, uneven_ids
+
+
+@pytest.mark.parametrize(("case", "gate"), contract_params(CASES))
+def test_contract(case: OpCase, gate: Gate) -> None:
+    gate(case, contract_device())
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "top_k", "num_experts", "tile"), [(1, 1, 4, 16), (70, 2, 5, 16), (90, 2, 33, 64)]
+)
+def test_slots_are_sorted_stably_and_cut_into_tiles(
+    num_rows: int, top_k: int, num_experts: int, tile: int
+) -> None:
+    device = contract_device()
+    ids = uneven_ids(torch.Generator(device).manual_seed(num_rows), num_rows, top_k, num_experts)
+    plan = plan_slots(ids, num_experts, tile)
+    order = torch.argsort(ids.flatten(), stable=True)
+    assert plan.order.tolist() == order.tolist()
+    assert order[plan.position.long()].tolist() == list(range(num_rows * top_k))
+    wanted, start = [], 0
+    for expert, count in enumerate(torch.bincount(ids.flatten(), minlength=num_experts).tolist()):
+        wanted += [
+            [expert, first, min(first + tile, start + count)] for first in range(start, start + count, tile)
+        ]
+        start += count
+    assert plan.tiles[: len(wanted)].tolist() == wanted
+    assert (plan.tiles[len(wanted) :, 0] == -1).all()
+
+
+def test_equal_scores_go_to_the_lowest_ids() -> None:
+    x = torch.zeros(3, 32, device=contract_device())
+    gate, bias = x.new_ones(9, 32), x.new_zeros(9)
+    bias[[4, 7]] = 1.0
+    routes = route_tokens(x, gate, bias, top_k=4, routed_scale=1.0)
+    assert routes.expert_ids.tolist() == [[4, 7, 0, 1]] * 3
+
+
+def test_pieces_add_up_to_the_gate() -> None:
+    gate = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    pieces = split_gate(gate)
+    assert pieces.dtype == torch.bfloat16
+    assert equal_bytes(pieces.float().flip(0).cumsum(0)[-1], gate)
+    assert split_gate(gate.bfloat16().float()).shape == (1, 5, 64)
+
+
+def test_tiles_follow_from_shapes_alone() -> None:
+    assert choose_config(5120, 2304, torch.bfloat16).rows == 64
+    assert choose_config(96, 32, torch.float32) == (16, 32, 32, 4, 1)
+    assert choose_gate_config(384, 5120, torch.bfloat16) == (64, 128, 128, 1024)
+
+
+def test_no_rows_give_empty_outputs() -> None:
+    device = contract_device()
+    i = expert_inputs(0, device, **{**SMALL, "num_rows": 1}, dtype=torch.float32, is_fp4=True)
+    x, routes = i["x"][:0], Routes(i["ids"][:0], i["weights"][:0])
+    slots = expert_mlp(x, routes, expert_weight(i, "w13"), expert_weight(i, "w2"), limit=1.0, mode="row")
+    assert slots.shape == (0, 2, 96)
+    assert combine_experts(slots, x).shape == (0, 96)
+    assert swiglu(x, None, limit=1.0).shape == (0, 48)
+    gate = x.new_zeros(5, 96)
+    assert route_tokens(x, gate, gate[:, 0].contiguous(), top_k=3, routed_scale=1.0).weights.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("w2_values", lambda x: x[:, :-1]),
+        ("w13_scales", lambda x: x.float()),
+        ("ids", lambda x: x.int()),
+        ("weights", lambda x: x[:, :1].contiguous()),
+    ],
+)
+def test_a_wrong_argument_is_named(name, change) -> None:  # type: ignore[no-untyped-def]
+    i = expert_inputs(0, torch.device("cpu"), **SMALL, dtype=torch.float32, is_fp4=True)
+    i[name] = change(i[name])
+    named = {"ids": "routes.expert_ids", "weights": "routes.weights"}.get(name, name.replace("_", "."))
+    with pytest.raises(ValueError, match=f"^{named}: expected"):
+        expert_mlp(
+            i["x"],
+            Routes(i["ids"], i["weights"]),
+            expert_weight(i, "w13"),
+            expert_weight(i, "w2"),
+            limit=1.0,
+            mode="row",
+        )
