@@ -33,5 +33,13 @@ def commit() -> str:
 def describe() -> str:
     """Two lines: when, where, which versions; and the command."""
     versions = f"torch {torch.__version__}, triton {triton.__version__}, python {platform.python_version()}"
-    command = " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    command = " ".join(["python", "-m", _module(), *sys.argv[1:]])
     return f"{date.today()}, {device_name()}, {versions}, commit {commit()}\n{command}"
+
+
+def _module() -> str:
+    """The name by which the running script was called."""
+    script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
+    if not script.is_relative_to(root):
+        return script.stem
+    return ".".join(script.relative_to(root).with_suffix("").parts).removesuffix(".__main__")

@@ -1,0 +1,196 @@
+"""The shared workload: one prefill step of 4,096 new tokens at the end of a context of 131,072.
+
+One rank of an expert-parallel group is simulated on one device, with random weights in the release's formats
+and a cache full of random entries. Prints tokens a second, the mean step, peak memory, a table of stages
+beside the least time each can take on an H200, and hashes of tokens, of every layer's output and of the
+cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from benchmarks.digests import digest
+from benchmarks.environment import describe, device_name
+from benchmarks.floors import FORMULAS, stage_floors_ms
+from benchmarks.model_dims import DIMS, num_buckets
+from benchmarks.stages import STAGES, StageMarks, measure_stages
+from benchmarks.step_rank import SimulatedRank, Workload
+
+PROFILED_STEPS = 2
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What the workload is; all of it goes into the result."""
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument(
+        "--dims", choices=sorted(DIMS), default="flash", help="small: for a CPU, says nothing"
+    )
+    parser.add_argument("--layers", default="all", help="the first layers only, as 0-23; default: all")
+    parser.add_argument(
+        "--decoder",
+        choices=["full", "mid"],
+        default="full",
+        help="full: every layer on every row; mid: a chunk in mid-prompt with the exact decoder tail",
+    )
+    parser.add_argument(
+        "--group", type=int, default=4, help="ranks that share the experts; one is simulated (4)"
+    )
+    parser.add_argument("--activation-quantisation", choices=["row", "release", "none"], default="row")
+    parser.add_argument("--kernel-impl", choices=["triton", "torch"], default="triton" if on_gpu else "torch")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], default="bfloat16" if on_gpu else "float32"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="steps that are timed (10)")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before them (3)")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """The options as a workload. Raises ``ValueError``."""
+    text = DIMS[args.dims].text
+    needed = text["kv_source_layer_ids"][-1] + 1 if args.decoder == "mid" else text["num_hidden_layers"]
+    num_layers = needed
+    if args.layers != "all":
+        first, _, last = args.layers.partition("-")
+        if first != "0" or not last.isdigit():
+            raise ValueError(
+                f"--layers is {args.layers!r}, expected 0-N: a model begins with its first layer"
+            )
+        num_layers = int(last) + 1
+    if args.decoder == "mid" and num_layers < needed:
+        raise ValueError(f"--decoder mid runs into layer {needed - 1}: --layers must hold it")
+    return Workload(
+        dims=args.dims,
+        num_layers=min(num_layers, needed),
+        num_ranks=args.group,
+        decoder=args.decoder,
+        activations=args.activation_quantisation,
+        dtype=args.dtype,
+        kernel_impl=args.kernel_impl,
+        seed=args.seed,
+    )
+
+
+def timed(call: Callable[[], object], num_calls: int) -> list[float]:
+    """Milliseconds of each call, the device drained after it, as sampling does in a job."""
+    times = []
+    for _ in range(num_calls):
+        started = time.perf_counter()
+        call()
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - started))
+    return times
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_gib() -> float:
+    """Of the device; without one, of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def measure(workload: Workload, num_steps: int, num_warm_up: int) -> tuple[SimulatedRank, dict[str, object]]:
+    """Build the rank, hash a step, time steps, profile others. Returns the figures and hashes."""
+    started = time.perf_counter()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    marks = StageMarks()
+    rank = SimulatedRank(workload, device, marks.mark_ops)
+    synchronize()
+    held_gib = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    built = time.perf_counter()
+    logits = rank.step()
+    hashes = {"tokens": digest(logits.argmax(-1)), "logits": digest(logits)} | rank.cache_hashes()
+    synchronize()
+    first = time.perf_counter()
+    hashes |= rank.output_hashes()
+    timed(rank.step, num_warm_up)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    times = timed(rank.step, num_steps)
+    figures: dict[str, float] = {
+        "tokens_per_s": 1e3 * rank.num_new / statistics.mean(times),
+        "mean_step_ms": statistics.mean(times),
+        "min_step_ms": min(times),
+        "max_step_ms": max(times),
+        "peak_gib": peak_gib(),
+        "held_gib": held_gib,
+        "build_s": built - started,
+        "first_step_s": first - built,
+    }
+    stages = measure_stages(marks, lambda: (rank.step(), synchronize()), PROFILED_STEPS)
+    stages["gaps"] = max(0.0, figures["mean_step_ms"] - sum(stages.values()))
+    figures |= {f"stage {stage} ms": stages.get(stage, 0.0) for stage in STAGES}
+    return rank, {"figures": figures, "hashes": hashes}
+
+
+def print_report(rank: SimulatedRank, figures: dict[str, float]) -> None:
+    """The workload in words, the figures, and the table of stages."""
+    workload, config = rank.workload, rank.config
+    dims = DIMS[workload.dims]
+    last = rank.num_run_layers
+    all_layers = dims.text["num_hidden_layers"]
+    behind = f", and layer {last}'s entries and keys" if workload.decoder == "mid" else ""
+    cut = "" if workload.decoder == "mid" or last == all_layers else f" of {all_layers} (CUT)"
+    print(f"{rank.num_new} new tokens at context {rank.context}; layers 0-{last - 1}{cut}{behind}")
+    print(
+        f"one of {workload.num_ranks} ranks: {config.n_routed_experts} of {dims.text['n_routed_experts']} "
+        f"experts, {rank.num_new * config.num_experts_per_tok} (row, slot) pairs, no traffic between ranks"
+    )
+    print(
+        f"n-gram tables cut to {dims.bucket_rows * num_buckets(dims.text):,} rows each, "
+        f"{num_buckets(dims.text)} rows a token as ever"
+    )
+    for name, value in figures.items():
+        if not name.startswith("stage "):
+            print(f"{name:16} {value:12.3f}")
+    floors = stage_floors_ms(config, num_layers=last, num_new=rank.num_new, context=rank.context)
+    print(f"{'stage':28} {'ms':>9} {'of step':>8} {'floor':>8} {'floor/ms':>9}  floor's formula (H200)")
+    for stage in STAGES:
+        ms, floor = figures[f"stage {stage} ms"], floors.get(stage)
+        share = f"{100 * ms / figures['mean_step_ms']:7.1f}%"
+        bound = (
+            "" if floor is None else f"{floor:8.2f} {100 * floor / ms if ms else 0:8.1f}%  {FORMULAS[stage]}"
+        )
+        print(f"{stage:28} {ms:9.3f} {share} {bound}")
+    total = sum(floors.values())
+    share, rate = 100 * total / figures["mean_step_ms"], 1e3 * rank.num_new / total
+    print(f"{'sum of floors':28} {'':9} {'':8} {total:8.2f} {share:8.1f}%  {rate:,.0f} tok/s")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser)
+    args = parser.parse_args(arguments)
+    try:
+        workload = workload_of(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    print(describe(), flush=True)
+    rank, result = measure(workload, args.steps, args.warm_up)
+    print_report(rank, result["figures"])
+    facts = {"suite": "step", "device": device_name(), "workload": asdict(workload)}
+    print(json.dumps(facts | result))
+
+
+if __name__ == "__main__":
+    main()
