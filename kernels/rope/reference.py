@@ -74,3 +74,8 @@ def apply_rope_reference(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool =
     even, odd = pairs[..., 0], pairs[..., 1]
     rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
     return torch.cat([x[..., : x.shape[-1] - 2 * half], rotated.to(x.dtype)], dim=-1)
+
+
+def rotate_queries_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``apply_rope_reference`` of [num_rows, num_heads, head_dim], in place."""
+    return x.copy_(apply_rope_reference(x, cos, sin))

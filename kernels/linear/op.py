@@ -1,0 +1,195 @@
+"""Linear layers on the device: checks, tile choice, launches.
+
+It knows how operands are stored; not what the layer is part of.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.argument_checks import FLOATS, expect_output, expect_tensor
+from kernels.linear.kernel import linear_kernel, sum_parts_kernel, widen_rows_kernel
+from kernels.linear.reference import Fp8Weight
+from kernels.linear.tiles import FEW_ROWS, SLICE, Product, choose_config, choose_sum_order
+from kernels.number_formats import QuantisedRows
+
+E4M3 = (torch.float8_e4m3fn,)
+
+
+def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``x @ weight^T`` with fp32 sums, in an order that the weight's shape alone decides.
+
+    Args:
+        x: [num_rows, in_features], float32 or bfloat16; rows may lie apart.
+        weight: [out_features, in_features], dtype of ``x``. float32 products are not rounded.
+        out: [num_rows, out_features], dtype of ``x``; None allocates.
+
+    Returns:
+        [num_rows, out_features], dtype of ``x``.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    expect_tensor("x", x, (None, None), FLOATS, is_strided=True)
+    expect_tensor("weight", weight, (None, x.shape[1]), (x.dtype,), like=x)
+    out = expect_output("out", out, (x.shape[0], weight.shape[0]), x.dtype, x)
+    return _launch(x, None, weight, None, out, num_groups=1)
+
+
+def fp8_linear(
+    x: QuantisedRows | Tensor, weight: Fp8Weight, *, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """``x @ weight^T`` of a weight stored as fp8.
+
+    Args:
+        x: [num_rows, in_features]; as quantised (contiguous), or float32 or bfloat16 (then in ``dtype``;
+            rows may lie apart).
+        weight: [out_features, in_features], contiguous.
+        dtype: float32 or bfloat16: of the output. Rows with one scale and bfloat16 are multiplied as fp8;
+            all else is widened, which is exact, and multiplied in ``dtype``.
+        out: [num_rows, out_features] in ``dtype``; None allocates.
+
+    Returns:
+        [num_rows, out_features] in ``dtype``. Section 10 of the model page.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype: expected {' or '.join(map(str, FLOATS))}, got {dtype}")
+    if not isinstance(x, QuantisedRows):
+        expect_tensor("x", x, (None, None), (dtype,), is_strided=True)
+        num_rows, in_features = x.shape
+        _expect_weight(weight, in_features, x)
+        out = expect_output("out", out, (num_rows, weight.values.shape[0]), dtype, x)
+        return _launch(x, None, weight.values, weight.scales, out, num_groups=1)
+    values, scales = x
+    expect_tensor("x.values", values, (None, None), E4M3)
+    num_rows, in_features = values.shape
+    is_row = scales.dim() == 2 and scales.shape[1] == 1
+    num_scales = 1 if is_row else in_features // SLICE
+    expect_tensor("x.scales", scales, (num_rows, num_scales), (torch.uint8,), like=values)
+    _expect_weight(weight, in_features, values)
+    out = expect_output("out", out, (num_rows, weight.values.shape[0]), dtype, values)
+    if is_row and dtype == torch.bfloat16:
+        return _launch(values, scales, weight.values, weight.scales, out, num_groups=1)
+    return _launch(_widen_rows(x, dtype), None, weight.values, weight.scales, out, num_groups=1)
+
+
+def grouped_linear(
+    x: Tensor, weight: Fp8Weight | Tensor, *, num_groups: int, out: Tensor | None = None
+) -> Tensor:
+    """Each group of outputs reads its own slice of the inputs; one launch.
+
+    Args:
+        x: [num_rows, num_groups * group_in], float32 or bfloat16; rows may lie apart.
+        weight: [num_groups * group_out, group_in], contiguous; a tensor has ``x``'s dtype, fp8 is widened.
+        out: [num_rows, num_groups * group_out], dtype of ``x``; None allocates.
+
+    Returns:
+        [num_rows, num_groups * group_out], dtype of ``x``.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    expect_tensor("x", x, (None, None), FLOATS, is_strided=True)
+    num_rows, in_features = x.shape
+    if num_groups < 1 or in_features % num_groups:
+        raise ValueError(f"num_groups: expected a divisor of {in_features}, got {num_groups}")
+    values, scales = (weight.values, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
+    if isinstance(weight, Fp8Weight):
+        _expect_weight(weight, in_features // num_groups, x)
+    else:
+        expect_tensor("weight", weight, (None, in_features // num_groups), (x.dtype,), like=x)
+    if values.shape[0] % num_groups:
+        raise ValueError(f"num_groups: expected a divisor of {values.shape[0]}, got {num_groups}")
+    out = expect_output("out", out, (num_rows, values.shape[0]), x.dtype, x)
+    return _launch(x, None, values, scales, out, num_groups=num_groups)
+
+
+def head_logits(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Logits in fp32.
+
+    Args:
+        x: [num_rows, hidden], float32 or bfloat16; rows may lie apart.
+        weight: [vocab, hidden], float32 or bfloat16, contiguous. Two bfloat16 operands are multiplied as they
+            are, which is exact; else both are widened to float32.
+        out: [num_rows, vocab] fp32; None allocates.
+
+    Returns:
+        [num_rows, vocab] fp32.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    expect_tensor("x", x, (None, None), FLOATS, is_strided=True)
+    expect_tensor("weight", weight, (None, x.shape[1]), FLOATS, like=x)
+    out = expect_output("out", out, (x.shape[0], weight.shape[0]), torch.float32, x)
+    return _launch(x, None, weight, None, out, num_groups=1)
+
+
+def _expect_weight(weight: Fp8Weight, in_features: int, like: Tensor) -> None:
+    expect_tensor("weight.values", weight.values, (None, in_features), E4M3, like=like)
+    tiles = (-(-weight.values.shape[0] // SLICE), -(-in_features // SLICE))
+    expect_tensor("weight.scales", weight.scales, tiles, (torch.uint8,), like=like)
+
+
+def _widen_rows(x: QuantisedRows, dtype: torch.dtype) -> Tensor:
+    num_rows, width = x.values.shape
+    wide = torch.empty((num_rows, width), dtype=dtype, device=x.values.device)
+    if wide.numel():
+        widen_rows_kernel[(num_rows, triton.cdiv(width, 2048))](
+            x.values.view(torch.uint8), x.scales, wide,
+            WIDTH=width, GROUP=width // x.scales.shape[1], BLOCK=2048, num_warps=4,
+        )  # fmt: skip
+    return wide
+
+
+def _product_of(x: Tensor, weight: Tensor) -> Product:
+    if x.dtype in E4M3:
+        return "fp8"
+    return "fp32" if torch.float32 in (x.dtype, weight.dtype) else "bf16"
+
+
+def _launch(
+    x: Tensor,
+    row_scales: Tensor | None,
+    weight: Tensor,
+    scales: Tensor | None,
+    out: Tensor,
+    *,
+    num_groups: int,
+) -> Tensor:
+    """One launch where rows abound or the sum has one part; else one for the parts and one for their sum."""
+    num_rows, num_out = out.shape
+    if num_rows == 0 or num_out == 0:
+        return out
+    group_out, in_features, product = num_out // num_groups, weight.shape[1], _product_of(x, weight)
+    order = choose_sum_order(group_out, in_features, num_groups, product)
+    config = choose_config(group_out, num_rows, product)
+    is_partial = order.num_splits > 1 and num_rows <= FEW_ROWS
+    num_parts = order.num_splits if is_partial else 1
+    target = out
+    if is_partial:
+        target = torch.empty((num_parts * num_rows, num_out), dtype=torch.float32, device=out.device)
+    is_fp8_weight = scales is not None
+    tiles = num_groups * triton.cdiv(group_out, config.block_out) * triton.cdiv(num_rows, config.block_rows)
+    linear_kernel[(tiles, num_parts)](
+        x, row_scales, weight, scales, target, num_rows, x.stride(0), target.stride(0), num_rows * num_out,
+        GROUP_OUT=group_out, IN=in_features, NUM_GROUPS=num_groups, NUM_SPLITS=order.num_splits,
+        SPLIT_SLICES=order.split_slices, BLOCK_OUT=config.block_out, BLOCK_ROWS=config.block_rows,
+        UNROLL=order.unroll, NUM_STAGES=config.num_stages, IS_FP8_WEIGHT=is_fp8_weight,
+        IS_ROW=product == "fp8", IS_PARTIAL=is_partial,
+        DOT_TYPE=tl.bfloat16 if product == "bf16" else tl.float32, BAND=config.band, SLICE=SLICE,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    if is_partial:
+        block = min(1024, triton.next_power_of_2(num_out))
+        sum_parts_kernel[(num_rows, triton.cdiv(num_out, block))](
+            target, row_scales, out, num_rows * num_out, out.stride(0),
+            OUT=num_out, NUM_SPLITS=num_parts, BLOCK=block, IS_ROW=product == "fp8", num_warps=4,
+        )  # fmt: skip
+    return out

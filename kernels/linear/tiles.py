@@ -1,0 +1,65 @@
+"""Tile choice of linear layers. The order of a sum is a function of the weight's shape alone; rows only
+choose how much of it one program does. It knows no tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import triton
+
+Product = Literal["fp32", "bf16", "fp8"]
+"""What the operands are when they are multiplied."""
+SLICE = 32
+FEW_ROWS = 64
+"""Launches up to this size give each part of a sum a program of its own."""
+NUM_PROGRAMS = 256
+MIN_PART_SLICES = 16
+MAX_SPLITS = 8
+
+
+class SumOrder(NamedTuple):
+    """How a sum over the inputs is cut: parts of ``split_slices`` slices of 32, added in order."""
+
+    num_splits: int
+    split_slices: int
+    unroll: int
+
+
+class LinearConfig(NamedTuple):
+    """Tiles of one launch."""
+
+    block_out: int
+    block_rows: int
+    num_warps: int
+    num_stages: int
+    band: int
+
+
+def choose_sum_order(group_out: int, in_features: int, num_groups: int, product: Product) -> SumOrder:
+    """Parts enough that few rows keep the device busy, each long enough to hide its start."""
+    slices = max(1, -(-in_features // SLICE))
+    tiles = num_groups * -(-group_out // 64)
+    num_splits = 1
+    while (
+        num_splits < MAX_SPLITS
+        and tiles * num_splits < NUM_PROGRAMS
+        and slices % (2 * num_splits) == 0
+        and slices // (2 * num_splits) >= MIN_PART_SLICES
+    ):
+        num_splits *= 2
+    split_slices = slices // num_splits
+    unroll = 1
+    while product != "fp32" and unroll < 4 and split_slices % (2 * unroll) == 0:
+        unroll *= 2
+    return SumOrder(num_splits, split_slices, unroll)
+
+
+def choose_config(group_out: int, num_rows: int, product: Product) -> LinearConfig:
+    """Below 64 outputs the tile is narrower for all row counts: another instruction, but always the same."""
+    narrow = max(16, triton.next_power_of_2(group_out))
+    if product == "fp32":
+        return LinearConfig(min(32, narrow), 32, 4, 2, 8)
+    if num_rows <= FEW_ROWS or narrow < 64:
+        return LinearConfig(min(64, narrow), 16 if num_rows <= 16 else 64, 4, 4, 8)
+    return LinearConfig(min(128, narrow), 128, 8, 3, 8)
