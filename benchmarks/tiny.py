@@ -52,13 +52,15 @@ class Served:
 
 
 def draw_requests(args: argparse.Namespace, vocab_size: int) -> list[tuple[float, Request]]:
-    """Poisson arrivals; prompts of 16 to 512 ids and answers of 8 to 64, their logarithms uniform."""
+    """Poisson arrivals; prompts of 16 to 512 ids, answers from 8 tokens on, their logarithms uniform."""
     rng = random.Random(args.seed)
     drawn, now = [], 0.0
     for index in range(args.requests):
         now += rng.expovariate(args.rate)
         prompt = [rng.randrange(10, vocab_size) for _ in range(int(16 * 32 ** rng.random()))]
-        sampling = SamplingParams(temperature=0.8, max_tokens=int(8 * 8 ** rng.random()), ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=0.8, max_tokens=int(8 * (args.max_tokens / 8) ** rng.random()), ignore_eos=True
+        )
         drawn.append(
             (now, Request(request_id=f"request {index}", prompt_token_ids=prompt, sampling=sampling))
         )
@@ -135,6 +137,9 @@ def main(arguments: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--model", default="examples/bard/model")
     parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="the longest answer; the shortest has 8 (64)"
+    )
     parser.add_argument("--rate", type=float, default=8.0, help="arrivals a second (8)")
     parser.add_argument(
         "--short-prompts", type=int, default=48, help="sequences of the batch of short prompts (48)"
@@ -145,8 +150,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    if args.requests < 1 or args.short_prompts < 1 or args.rate <= 0:
-        parser.error("--requests and --short-prompts must be at least 1, --rate above 0")
+    if args.requests < 1 or args.short_prompts < 1 or args.rate <= 0 or args.max_tokens < 8:
+        parser.error(
+            "expected --requests and --short-prompts of at least 1, --rate above 0, --max-tokens from 8"
+        )
     print(describe(), flush=True)
     config = EngineConfig(
         model=args.model, dtype=args.dtype, kernel_impl=args.kernel_impl, max_num_seqs=64, max_model_len=1024

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_tiny_serves_all(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", str(ROOT / "tests/data/tiny"), "--requests", "2", "--short-prompts", "2"]
-    tiny.main([*words, "--rate", "1000", "--dtype", "float32"])
+    tiny.main([*words, "--rate", "1000", "--max-tokens", "8", "--dtype", "float32"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result["hashes"]) == {"tokens"}
     assert all(value >= 0 for value in result["figures"].values())
