@@ -23,7 +23,12 @@ from engine import EngineConfig, Request, SamplingParams
 from engine.llm_engine import LLMEngine
 from kernels.linear import linear_reference
 
-USERS = ("engine.layers.linear", "kernels.hyper_connections.reference", "kernels.moe.reference")
+USERS = (
+    "kernels.linear",
+    "kernels.linear.reference",
+    "kernels.hyper_connections.reference",
+    "kernels.moe.reference",
+)
 SHAPES = {"wq_a": (5120, 1280), "wkv": (5120, 512), "shared w2": (2304, 5120), "wo_b": (8192, 5120)}
 
 

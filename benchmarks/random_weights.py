@@ -29,9 +29,17 @@ _SCALE_SPREAD = 2  # scales lie in a range of four powers of two
 class RandomWeights(WeightReader):
     """``router_factor``: times as many router rows as asked for, since a router knows all ranks' experts."""
 
-    def __init__(self, *, dtype: torch.dtype, device: torch.device, router_factor: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        keeps_quantised: bool = False,
+        router_factor: int = 1,
+    ) -> None:
         self.dtype = dtype
         self.device = device
+        self.keeps_quantised = keeps_quantised
         self._router_factor = router_factor
         self._widths: dict[str, int] = {}
 

@@ -8,9 +8,8 @@ and runs; what is measured is the caller's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from engine.models.deepseek_v41 import DeepseekV41Model, Trace
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from engine.sequence import Sequence
-from kernels.moe import Routes, route_tokens_reference
+from kernels.moe import Routes
 from kernels.number_formats import pack_fp4_entry, pack_fp4_index, pack_fp8
 
 PACKERS = {"entries": pack_fp4_entry, "index_keys": pack_fp4_index, "windows": pack_fp8}
@@ -73,18 +72,21 @@ class SimulatedRank:
             decoder_start=self.config.decoder_start,
         )
         self._tables = _ngram_tables(self.config, dims.bucket_rows, workload.seed)
-        weights = RandomWeights(dtype=dtype, device=device, router_factor=workload.num_ranks)
         ops = change_ops(build_ops(workload.kernel_impl))
-        with patch("engine.models.deepseek_v41.WeightReader", lambda *args, **options: weights):
-            self._model = DeepseekV41Model(
-                "",
-                self.config,
-                self._tables if self.config.engram_layer_ids else None,
-                dtype=dtype,
-                device=device,
-                activations=ActivationFormat(workload.activations),
-                ops=ops,
-            )
+        ops = replace(ops, route_tokens=fold_routes(ops.route_tokens, self.config.n_routed_experts))
+        weights = RandomWeights(
+            dtype=dtype,
+            device=device,
+            keeps_quantised=ops.reads_quantised,
+            router_factor=workload.num_ranks,
+        )
+        self._model = DeepseekV41Model(
+            weights,
+            self.config,
+            self._tables if self.config.engram_layer_ids else None,
+            activations=ActivationFormat(workload.activations, ops),
+            ops=ops,
+        )
         num_blocks = self.context // KV_BLOCK_SIZE
         self.cache = KVCache(
             CacheLayout(self.config, True, dtype),
@@ -120,9 +122,7 @@ class SimulatedRank:
     def step(self, trace: Trace | None = None) -> Tensor:
         """One step as the engine runs it, index tensors included; fp32 logits of the sampled rows."""
         batch = BatchInputs(self._batch, self._shape, self._tables, self.device, num_states=1)
-        folded = fold_routes(self.config.n_routed_experts)
-        with patch("engine.layers.moe.route_tokens_reference", folded):
-            return self._model.forward(batch, self.cache, trace)
+        return self._model.forward(batch, self.cache, trace)
 
     def output_hashes(self) -> dict[str, str]:
         """Of each layer's attention output, routes and streams, in a step from a fresh cache."""
@@ -166,11 +166,11 @@ class SimulatedRank:
         )
 
 
-def fold_routes(num_local: int) -> Callable[..., Routes]:
+def fold_routes(route_tokens: Callable[..., Routes], num_local: int) -> Callable[..., Routes]:
     """Routing among all experts, then onto the local ones: these get the rows of the whole group."""
 
     def route_folded(*args: Any, **options: Any) -> Routes:
-        routes = route_tokens_reference(*args, **options)
+        routes = route_tokens(*args, **options)
         return routes._replace(expert_ids=routes.expert_ids % num_local)
 
     return route_folded

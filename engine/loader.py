@@ -1,12 +1,13 @@
 """Safetensors to parameters: every tensor is used, or ignored for a stated reason, or stops the load.
 
-``WeightReader`` hands out tensors by name with the shape the model expects, dequantising the
-release's fp8 and mxfp4 layouts on the way. It knows nothing of what a tensor is for.
+``WeightReader`` hands out tensors by name with the shape the model expects: the release's fp8 and mxfp4
+layouts as stored, where kernels read them, else widened on the way. It knows nothing of what a tensor is for.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ConfigError
+from kernels.linear import Fp8Weight
+from kernels.moe import ExpertWeight, Mxfp4Weight
 from kernels.number_formats import SCALE_BLOCK, dequantise_fp8_weight, dequantise_mxfp4_weight
 
 IGNORED_PREFIXES = {
@@ -26,11 +29,17 @@ IGNORED_PREFIXES = {
 
 
 class WeightReader:
-    """Tensors of a model folder, read once each."""
+    """Tensors of a model folder, read once each.
 
-    def __init__(self, folder: str | Path, *, dtype: torch.dtype, device: torch.device) -> None:
+    ``keeps_quantised``: ``quantised`` and ``experts`` give what is stored in fp8 or mxfp4 as it is.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, dtype: torch.dtype, device: torch.device, keeps_quantised: bool = False
+    ) -> None:
         self.dtype = dtype
         self.device = device
+        self.keeps_quantised = keeps_quantised
         self._stack = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
         files = sorted(Path(folder).glob("*.safetensors"))
@@ -76,7 +85,7 @@ class WeightReader:
         scale_name = f"{name}.scale"
         if not self.has(scale_name):
             return self.tensor(f"{name}.weight", (out_features, in_features), dtype)
-        if self.has(f"{name}.weight") and self._stored_dtype(f"{name}.weight") == "I8":
+        if self._is_mxfp4(name):
             packed = self.raw(f"{name}.weight", (out_features, in_features // 2))
             scale = self.scales(scale_name, (out_features, in_features // SCALE_BLOCK))
             wide = dequantise_mxfp4_weight(packed.to(self.device), scale.to(self.device))
@@ -91,6 +100,51 @@ class WeightReader:
             wide = dequantise_fp8_weight(stored.to(self.device), scale.to(self.device))
         return wide.to(dtype or self.dtype)
 
+    def head(self, name: str, out_features: int, in_features: int) -> Tensor:
+        """The output head: float32, or as stored where kernels widen it."""
+        is_kept = self.keeps_quantised and self._stored_dtype(name) == "BF16"
+        dtype = torch.bfloat16 if is_kept else torch.float32
+        return self.tensor(name, (out_features, in_features), dtype)
+
+    def quantised(self, names: Sequence[str], out_features: int, in_features: int) -> Fp8Weight | Tensor:
+        """Linear weights one below the other, [len(names) * out, in]: as stored in fp8, or widened."""
+        is_kept = self.keeps_quantised and all(self._is_fp8(name) for name in names)
+        if not is_kept or (len(names) > 1 and out_features % SCALE_BLOCK):
+            return torch.cat([self.linear(name, out_features, in_features) for name in names])
+        tiles = (-(-out_features // SCALE_BLOCK), -(-in_features // SCALE_BLOCK))
+        values = [self.raw(f"{name}.weight", (out_features, in_features)) for name in names]
+        scales = [self.scales(f"{name}.scale", tiles) for name in names]
+        return Fp8Weight(*(torch.cat(parts).to(self.device) for parts in (values, scales)))
+
+    def experts(
+        self, names: Sequence[str], parts: Sequence[str], out_features: int, in_features: int
+    ) -> ExpertWeight:
+        """``name.part`` of all experts, parts one below the other: [len(names), len(parts) * out, in].
+
+        mxfp4 as stored goes to the device expert by expert, so that the host holds one at a time.
+        """
+        linears = [[f"{name}.{part}" for part in parts] for name in names]
+        if not (self.keeps_quantised and all(self._is_mxfp4(name) for row in linears for name in row)):
+            stacked = [
+                torch.cat([self.linear(name, out_features, in_features) for name in row]) for row in linears
+            ]
+            return torch.stack(stacked)
+
+        def empty(width: int) -> Tensor:
+            shape = (len(names), len(parts) * out_features, width)
+            return torch.empty(shape, dtype=torch.uint8, device=self.device)
+
+        values, scales = empty(in_features // 2), empty(in_features // SCALE_BLOCK)
+        for expert, row in enumerate(linears):
+            for part, name in enumerate(row):
+                rows = slice(part * out_features, (part + 1) * out_features)
+                packed = self.raw(f"{name}.weight", (out_features, in_features // 2))
+                values[expert, rows].copy_(packed.view(torch.uint8))
+                scales[expert, rows].copy_(
+                    self.scales(f"{name}.scale", (out_features, in_features // SCALE_BLOCK))
+                )
+        return Mxfp4Weight(values, scales)
+
     def scales(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """e8m0 scales as uint8 bytes, on the CPU."""
         stored = self.raw(name, shape)
@@ -98,8 +152,15 @@ class WeightReader:
             raise ConfigError(f"tensor {name} is stored as {stored.dtype}, expected float8_e8m0fnu")
         return stored.view(torch.uint8)
 
+    def _is_fp8(self, name: str) -> bool:
+        return self.has(f"{name}.scale") and self._stored_dtype(f"{name}.weight") == "F8_E4M3"
+
+    def _is_mxfp4(self, name: str) -> bool:
+        return self.has(f"{name}.scale") and self._stored_dtype(f"{name}.weight") == "I8"
+
     def _stored_dtype(self, name: str) -> str:
-        return str(self._files[name].get_slice(name).get_dtype())
+        """The name of a dtype; empty where there is no such tensor."""
+        return str(self._files[name].get_slice(name).get_dtype()) if name in self._files else ""
 
     def finish(self) -> None:
         """Close the files. Raises ``ConfigError`` naming a tensor that no part of the model asked for."""

@@ -27,6 +27,7 @@ from engine.layer_rows import ModelShape
 from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import build_ngram_tables
 from engine.layers.ops import build_ops, resolve_kernel_impl
+from engine.loader import WeightReader
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from engine.scheduler import ScheduledBatch
@@ -56,14 +57,15 @@ class ModelRunner:
             decoder_start=model_config.decoder_start,
         )
         self._tables = build_ngram_tables(model_config, tokenizer) if model_config.engram_layer_ids else None
-        self.model = DeepseekV41Model(
+        ops = build_ops(kernel_impl)
+        reader = WeightReader(
             config.model,
-            model_config,
-            self._tables,
             dtype=getattr(torch, dtype),
             device=self.device,
-            activations=ActivationFormat(activations),
-            ops=build_ops(kernel_impl),
+            keeps_quantised=ops.reads_quantised,
+        )
+        self.model = DeepseekV41Model(
+            reader, model_config, self._tables, activations=ActivationFormat(activations, ops), ops=ops
         )
         layout = CacheLayout(model_config, config.cache_quantisation == "release", getattr(torch, dtype))
         facts = MemoryFacts(

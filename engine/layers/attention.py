@@ -13,7 +13,7 @@ from engine.batch import BatchInputs
 from engine.kv_cache import KVCache
 from engine.layers.compressor import Compressor
 from engine.layers.indexer import Indexer, Selection
-from engine.layers.linear import ActivationFormat, Linear
+from engine.layers.linear import ActivationFormat, QuantisedLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.ops import Ops
 from engine.layers.rotary import RotaryEmbedding, RotaryTables
@@ -43,16 +43,21 @@ class Attention:
         self._ops = ops
         hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         group_in = heads * head_dim // config.o_groups
-        self._wq_a = Linear(reader.linear(f"{prefix}.wq_a", config.q_lora_rank, hidden))
+
+        def projection(name: str, out_features: int, in_features: int) -> QuantisedLinear:
+            weight = reader.quantised([f"{prefix}.{name}"], out_features, in_features)
+            return QuantisedLinear(weight, reader.dtype, ops)
+
+        self._wq_a = projection("wq_a", config.q_lora_rank, hidden)
         q_norm = reader.tensor(f"{prefix}.q_norm.weight", (config.q_lora_rank,), torch.float32)
         self._q_norm = RMSNorm(q_norm, config.rms_norm_eps, ops)
-        self._wq_b = Linear(reader.linear(f"{prefix}.wq_b", heads * head_dim, config.q_lora_rank))
-        self._wkv = Linear(reader.linear(f"{prefix}.wkv", head_dim, hidden))
+        self._wq_b = projection("wq_b", heads * head_dim, config.q_lora_rank)
+        self._wkv = projection("wkv", head_dim, hidden)
         self._kv_norm = reader.tensor(f"{prefix}.kv_norm.weight", (head_dim,), torch.float32)
         self._sink = reader.tensor(f"{prefix}.attn_sink", (heads,), torch.float32)
-        wo_a = reader.linear(f"{prefix}.wo_a", config.o_groups * config.o_lora_rank, group_in)
-        self._wo_a = [Linear(group) for group in wo_a.split(config.o_lora_rank)]
-        self._wo_b = Linear(reader.linear(f"{prefix}.wo_b", hidden, config.o_groups * config.o_lora_rank))
+        low_rank = config.o_groups * config.o_lora_rank
+        self._wo_a = reader.quantised([f"{prefix}.wo_a"], low_rank, group_in)
+        self._wo_b = projection("wo_b", hidden, low_rank)
         self._compressor: Compressor | None = None
         self._indexer: Indexer | None = None
         if layer in config.kv_source_layer_ids:
@@ -117,7 +122,7 @@ class Attention:
         assert selection is not None or self._kv_source is None, "a compressing layer follows an index source"
         has_entries = self._kv_source is not None and selection is not None
         attended = self._ops.paged_sparse_attention(
-            tables.rotate(q),
+            self._ops.rotate_queries(q, tables.cos, tables.sin),
             cache.windows[self._layer],
             own_rows,
             batch.window_inputs(self._layer).rows,
@@ -132,6 +137,5 @@ class Attention:
 
     def _project(self, attended: Tensor) -> Tensor:
         """Grouped output: consecutive heads share a down-projection. ``wo_a`` reads unquantised input."""
-        groups = attended.flatten(1).chunk(self._config.o_groups, dim=1)
-        low = torch.cat([wo(group) for wo, group in zip(self._wo_a, groups, strict=True)], dim=1)
+        low = self._ops.grouped_linear(attended.flatten(1), self._wo_a, num_groups=self._config.o_groups)
         return self._wo_b(self._activations(low))

@@ -35,10 +35,12 @@ class Compressor:
         own, keys = f"{prefix}.compressor", f"{prefix}.indexer"
         ratio = config.compress_ratios[layer]
         dtype = reader.dtype if ratio == 1 else torch.float32
-        self._wkv = Linear(reader.linear(f"{own}.wkv", head_dim, hidden, dtype))
-        self._wgate = Linear(reader.linear(f"{own}.wgate", head_dim, hidden, dtype)) if ratio > 1 else None
+        self._wkv = Linear(reader.linear(f"{own}.wkv", head_dim, hidden, dtype), ops)
+        self._wgate: Linear | None = None
+        if ratio > 1:
+            self._wgate = Linear(reader.linear(f"{own}.wgate", head_dim, hidden, dtype), ops)
         self._norm = reader.tensor(f"{own}.norm.weight", (head_dim,), torch.float32)
-        self._wk = Linear(reader.linear(f"{keys}.wk", index_dim, head_dim))
+        self._wk = Linear(reader.linear(f"{keys}.wk", index_dim, head_dim), ops)
         self._k_norm = reader.tensor(f"{keys}.k_norm.weight", (index_dim,), torch.float32)
 
     def __call__(self, x: Tensor, inputs: CompressInputs, cache: KVCache) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.layers.linear import ActivationFormat, Linear
+from engine.layers.linear import ActivationFormat, QuantisedLinear
 from engine.layers.ngrams import NgramTables
 from engine.layers.ops import Ops
 from engine.loader import WeightReader
@@ -43,7 +43,8 @@ class Engram:
             self._table_scale = reader.scales(f"{prefix}.embed.scale", (num_rows, dim // SCALE_BLOCK)).to(
                 reader.device
             )
-        self._wkv = Linear(reader.linear(f"{prefix}.wkv", (k + 1) * hidden, width))
+        wkv = reader.quantised([f"{prefix}.wkv"], (k + 1) * hidden, width)
+        self._wkv = QuantisedLinear(wkv, reader.dtype, ops)
         self._q_weight = reader.tensor(f"{prefix}.q_weight", (k, hidden), torch.float32)
         self._k_weight = reader.tensor(f"{prefix}.k_weight", (k, hidden), torch.float32)
         self._multipliers = torch.from_numpy(tables.multipliers[index]).to(reader.device)

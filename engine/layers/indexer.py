@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.batch import SelectInputs
 from engine.kv_cache import KVCache
-from engine.layers.linear import ActivationFormat, Linear
+from engine.layers.linear import ActivationFormat, Linear, QuantisedLinear
 from engine.layers.ops import Ops
 from engine.layers.rotary import RotaryTables
 from engine.loader import WeightReader
@@ -43,8 +43,10 @@ class Indexer:
         ops: Ops,
     ) -> None:
         heads, dim = config.index_n_heads, config.index_head_dim
-        self._wq_b = Linear(reader.linear(f"{prefix}.wq_b", heads * dim, config.q_lora_rank))
-        self._weights_proj = Linear(reader.linear(f"{prefix}.weights_proj", heads, config.hidden_size))
+        wq_b = reader.quantised([f"{prefix}.wq_b"], heads * dim, config.q_lora_rank)
+        self._wq_b = QuantisedLinear(wq_b, reader.dtype, ops)
+        weights_proj = reader.linear(f"{prefix}.weights_proj", heads, config.hidden_size)
+        self._weights_proj = Linear(weights_proj, ops)
         self._activations = activations
         self._config = config
         self._ops = ops
@@ -84,7 +86,7 @@ class Indexer:
             inputs.max_visible,
         )
         selected = self._ops.select_entries(
-            cache.pack_index_query(tables.rotate(q)),
+            cache.pack_index_query(self._ops.rotate_queries(q, tables.cos, tables.sin)),
             self._weights_proj(x).float() * head_scale,
             pages,
             k=config.index_topk,

@@ -17,12 +17,18 @@ import kernels.cache_store as cache_store
 import kernels.engram as engram
 import kernels.hyper_connections as hyper_connections
 import kernels.indexer as indexer
+import kernels.linear as linear
+import kernels.moe as moe
+import kernels.number_formats as number_formats
 import kernels.rms_norm as rms_norm
+import kernels.rope as rope
 import kernels.sparse_attention as sparse_attention
 from engine.errors import ConfigError
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from kernels.hyper_connections import SiteInput
 from kernels.indexer import SelectedEntries
+from kernels.moe import Routes
+from kernels.number_formats import SCALE_BLOCK, QuantisedRows
 
 KernelImpl = Literal["triton", "torch"]
 
@@ -46,14 +52,46 @@ class Ops:
     select_entries: Callable[..., SelectedEntries]
     selection_slots: Callable[..., Tensor]
     paged_sparse_attention: Callable[..., Tensor]
+    rotate_queries: Callable[..., Tensor]
+    quantise_activations: Callable[..., QuantisedRows]
+    linear: Callable[..., Tensor]
+    fp8_linear: Callable[..., Tensor]
+    grouped_linear: Callable[..., Tensor]
+    head_logits: Callable[..., Tensor]
+    route_tokens: Callable[..., Routes]
+    expert_mlp: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    combine_experts: Callable[..., Tensor]
+
+    @property
+    def reads_quantised(self) -> bool:
+        """Whether products read fp8 and mxfp4 weights as stored; else they are widened once, at load."""
+        return self.impl == "triton"
 
     def mix_weight(self, fn: Tensor, dtype: torch.dtype) -> Tensor:
         """A hyper-connection's fp32 weight in the form that this implementation multiplies by."""
-        is_split = self.impl == "triton" and dtype == torch.bfloat16
-        return hyper_connections.split_mix_weight(fn) if is_split else fn
+        return hyper_connections.split_mix_weight(fn) if self._splits_float32(dtype) else fn
+
+    def gate_weight(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same of a router's weight."""
+        return moe.split_gate(gate) if self._splits_float32(dtype) else gate
+
+    def _splits_float32(self, dtype: torch.dtype) -> bool:
+        return self.impl == "triton" and dtype == torch.bfloat16
 
 
-_MODULES = (rms_norm, hyper_connections, engram, cache_store, indexer, sparse_attention)
+_MODULES = (
+    rms_norm,
+    hyper_connections,
+    engram,
+    cache_store,
+    indexer,
+    sparse_attention,
+    rope,
+    number_formats,
+    linear,
+    moe,
+)
 
 
 def build_ops(impl: KernelImpl) -> Ops:
@@ -89,4 +127,7 @@ def _unsupported_shape(config: DeepseekV41Config) -> str | None:
     size = config.candidate_block_size
     if size & (size - 1) or size > 64:
         return f"candidate_block_size is {size}, its kernels serve powers of two up to 64"
+    for name in ("hidden_size", "moe_intermediate_size"):
+        if getattr(config, name) % SCALE_BLOCK:
+            return f"{name} is {getattr(config, name)}, expert products serve multiples of {SCALE_BLOCK}"
     return None

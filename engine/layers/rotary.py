@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.models.deepseek_v41_config import DeepseekV41Config
-from kernels.rope import YarnScaling, apply_rope_reference, rope_frequencies, rope_tables
+from kernels.rope import YarnScaling, rope_frequencies, rope_tables
 
 
 class RotaryEmbedding:
@@ -35,10 +35,6 @@ class RotaryTables:
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos = cos
         self.sin = sin
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """[num_rows, (num_heads,) dim] with the last channels rotated."""
-        return apply_rope_reference(x, self.cos, self.sin)
 
     def take(self, rows: Tensor) -> RotaryTables:
         """The tables of some rows."""

@@ -7,7 +7,6 @@ the first attention reads stream 0 alone, and the last FFN's ``pre`` does the fi
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from engine.layers.attention import Attention
 from engine.layers.engram import Engram
 from engine.layers.hyper_connections import HyperConnection, ResidualStreams
 from engine.layers.indexer import Selection
-from engine.layers.linear import ActivationFormat, Linear
+from engine.layers.linear import ActivationFormat
 from engine.layers.moe import MoE
 from engine.layers.ngrams import NgramTables
 from engine.layers.ops import Ops
@@ -56,7 +55,7 @@ class DecoderLayer:
         )
         self._ffn_site = HyperConnection(reader, f"{prefix}.hc_ffn", f"{prefix}.ffn_norm.weight", config, ops)
         self._attn = Attention(reader, f"{prefix}.attn", config, layer, activations, rotary, ops)
-        self._moe = MoE(reader, f"{prefix}.ffn", config, activations)
+        self._moe = MoE(reader, f"{prefix}.ffn", config, activations, ops)
 
     def __call__(
         self,
@@ -106,27 +105,24 @@ class DeepseekV41Model:
 
     def __init__(
         self,
-        folder: str | Path,
+        reader: WeightReader,
         config: DeepseekV41Config,
         tables: NgramTables | None,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         activations: ActivationFormat,
         ops: Ops,
     ) -> None:
-        reader = WeightReader(folder, dtype=dtype, device=device)
         vocab, hidden = config.vocab_size, config.hidden_size
         self.config = config
         self._ops = ops
         self._embed = reader.tensor("embed.weight", (vocab, hidden))
-        rotary = RotaryEmbedding(config, device)
+        rotary = RotaryEmbedding(config, reader.device)
         self._layers = [
             DecoderLayer(reader, config, layer, tables, activations, rotary, ops)
             for layer in range(config.num_hidden_layers)
         ]
         self._norm = reader.tensor("norm.weight", (hidden,), torch.float32)
-        self._head = Linear(reader.tensor("head.weight", (vocab, hidden), torch.float32))
+        self._head = reader.head("head.weight", vocab, hidden)
         reader.finish()
 
     def forward(self, batch: BatchInputs, cache: KVCache, trace: Trace | None = None) -> Tensor:
@@ -144,7 +140,7 @@ class DeepseekV41Model:
     def logits(self, streams: Tensor, pre: Tensor) -> Tensor:
         """Final collapse, norm and head: [n, K, hidden], [n, K] -> [n, vocab] fp32."""
         eps = self.config.rms_norm_eps
-        return self._head(self._ops.collapse_norm(streams, pre, self._norm, eps=eps).float())
+        return self._ops.head_logits(self._ops.collapse_norm(streams, pre, self._norm, eps=eps), self._head)
 
 
 def _record(trace: Trace | None, name: str, value: Tensor) -> None:

@@ -22,6 +22,7 @@ from engine.layer_rows import DecoderPrefill, ModelShape
 from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import NgramTables, build_ngram_tables
 from engine.layers.ops import KernelImpl, build_ops
+from engine.loader import WeightReader
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
 from engine.scheduler import ScheduledBatch, ScheduledChunk
@@ -65,15 +66,9 @@ def load_model(
     tables = None
     if config.engram_layer_ids:
         tables = build_ngram_tables(config, Tokenizer.from_file(str(folder / "tokenizer.json")))
-    model = DeepseekV41Model(
-        folder,
-        config,
-        tables,
-        dtype=dtype,
-        device=device,
-        activations=ActivationFormat(activations),
-        ops=build_ops(kernel_impl),
-    )
+    ops = build_ops(kernel_impl)
+    reader = WeightReader(folder, dtype=dtype, device=device, keeps_quantised=ops.reads_quantised)
+    model = DeepseekV41Model(reader, config, tables, activations=ActivationFormat(activations, ops), ops=ops)
     shape = ModelShape(
         num_layers=config.num_hidden_layers, window=config.sliding_window, decoder_start=config.decoder_start
     )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
-import engine.layers.moe
 import kernels.hyper_connections.reference
 import kernels.indexer.reference
 import kernels.sparse_attention.reference
 import tests.engine.golden_harness as harness
 from engine.batch import BatchInputs, CompressInputs
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, QuantisedLinear
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.deepseek_v41 import DecoderLayer
 from engine.models.deepseek_v41_config import load_model_config
@@ -31,6 +31,8 @@ from tests.engine.golden_harness import (
     run_prompts,
 )
 
+T = TypeVar("T", Linear, QuantisedLinear)
+
 FOLDER = MODEL_FOLDERS["tiny"]
 NUM_ROWS = 200
 
@@ -44,6 +46,10 @@ CONFIG_FAULTS: dict[str, dict[str, object]] = {
     "one expert fewer": {"num_experts_per_tok": 2},
     "one candidate block fewer": {"candidate_topk_blocks": 5},
 }
+
+
+def _zeroed(linear: T) -> T:
+    return dataclasses.replace(linear, weight=torch.zeros_like(linear.weight))
 
 
 def _no_sink(layer: DecoderLayer) -> None:
@@ -64,13 +70,13 @@ def _no_router_bias(layer: DecoderLayer) -> None:
 
 
 def _no_shared_expert(layer: DecoderLayer) -> None:
-    layer._moe._shared_w2 = Linear(torch.zeros_like(layer._moe._shared_w2.weight))
+    layer._moe._shared_w2 = _zeroed(layer._moe._shared_w2)
 
 
 def _mean_pooling(layer: DecoderLayer) -> None:
     compressor = layer._attn._compressor
     if compressor is not None and compressor._wgate is not None:
-        compressor._wgate = Linear(torch.zeros_like(compressor._wgate.weight))
+        compressor._wgate = _zeroed(compressor._wgate)
 
 
 def _older_entries(layer: DecoderLayer) -> None:
@@ -88,12 +94,22 @@ def _no_candidate_mask(layer: DecoderLayer) -> None:
         layer._attn._indexer._is_reindex = False
 
 
+def _biased_weights(layer: DecoderLayer) -> None:
+    def route(x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int, routed_scale: float) -> Routes:
+        routes = route_tokens_reference(x, gate, bias, top_k=top_k, routed_scale=1.0)
+        biased = routes.weights + bias[routes.expert_ids]
+        return Routes(routes.expert_ids, biased / biased.sum(-1, keepdim=True) * routed_scale)
+
+    layer._moe._ops = dataclasses.replace(layer._moe._ops, route_tokens=route)
+
+
 LAYER_FAULTS: dict[str, Callable[[DecoderLayer], None]] = {
     "no sink": _no_sink,
     "no engram": _no_engram,
     "other hash multipliers": _other_multipliers,
     "router bias ignored": _no_router_bias,
     "no shared expert": _no_shared_expert,
+    "biased expert weights": _biased_weights,
     "mean pooling": _mean_pooling,
     "layers 4 and 5 read layer 2's entries": _older_entries,
     "layer 8 reuses layer 6's selection": _no_reindex,
@@ -138,22 +154,12 @@ def _entries_at_their_last_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BatchInputs, "compress_inputs", compress_inputs)
 
 
-def _biased_weights(patch: pytest.MonkeyPatch) -> None:
-    def route(x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int, routed_scale: float) -> Routes:
-        routes = route_tokens_reference(x, gate, bias, top_k=top_k, routed_scale=1.0)
-        biased = routes.weights + bias[routes.expert_ids]
-        return Routes(routes.expert_ids, biased / biased.sum(-1, keepdim=True) * routed_scale)
-
-    patch.setattr(engine.layers.moe, "route_tokens_reference", route)
-
-
 PATCHES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "combine matrix transposed": _transposed_comb,
     "no inverse rope": _no_inverse_rope,
     "window theta on compressing layers": _window_theta_everywhere,
     "newest block not pinned": _newest_block_not_pinned,
     "entries at their last token": _entries_at_their_last_token,
-    "biased expert weights": _biased_weights,
 }
 
 
