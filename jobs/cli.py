@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from engine import ConfigError, EngineDead
 from jobs.config import JobConfig, load_job
+from jobs.time_limit import parse_duration, parse_until
 from pipelines.report import JobStatus, read_status
 from pipelines.report_page import write_reports
 
@@ -79,6 +80,12 @@ def build_parser() -> argparse.ArgumentParser:
         "and begin anew (an unchanged job goes on as ever)"
     )
     run.add_argument("--discard-changed", action="store_true", help=text)
+    text = "stop cleanly (exit code 75) before so long, such as 7h30m"
+    run.add_argument("--time-limit", type=_duration, metavar="TIME", help=text)
+    text = "the same before the next 06:00, or before 2030-01-31T06:00:00"
+    run.add_argument("--until", type=_until, metavar="TIME", help=text)
+    text = "only the I-th of N slices of the job, from 0; others may run beside it, with the same N"
+    run.add_argument("--slice", type=_slice, metavar="I/N", help=text)
     text = "say what a job will be, and whether it can succeed, without a GPU and without running it"
     plan = commands.add_parser("plan", help=text, description=text)
     _add_job_flags(plan)
@@ -130,6 +137,27 @@ def _count(text: str) -> int:
     return number
 
 
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _until(text: str) -> float:
+    try:
+        return parse_until(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time to come such as 06:00: {error}") from error
+
+
+def _slice(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no slice such as 0/4, the first of four")
+    return int(index), int(count)
+
+
 def _rate(text: str) -> float:
     number = float(text)
     if not 0 < number < float("inf"):
@@ -166,7 +194,7 @@ def _dispatch(parsed: argparse.Namespace) -> int:
             return _verify(parsed)
         flags = {key: getattr(parsed, key) for key, _, _ in FLAGS.values()}
         job = load_job(parsed.job, parsed.set, flags)
-        return _plan(job, parsed) if parsed.command == "plan" else _run(job, parsed.discard_changed)
+        return _plan(job, parsed) if parsed.command == "plan" else _run(job, parsed)
     except ConfigError as error:
         print(f"batch-generate: {error}", file=sys.stderr)
         return EXIT_REFUSED
@@ -194,11 +222,17 @@ def batch_prefill(arguments: Sequence[str] | None = None) -> int:
     return EXIT_REFUSED
 
 
-def _run(job: JobConfig, discard_changed: bool) -> int:
+def _run(job: JobConfig, parsed: argparse.Namespace) -> int:
     _log_to_stderr()
     from jobs.cluster import run_job
 
-    code = run_job(job, discard_changed=discard_changed)
+    limits = [limit for limit in (parsed.time_limit, parsed.until) if limit is not None]
+    code = run_job(
+        job,
+        discard_changed=parsed.discard_changed,
+        part=parsed.slice,
+        limit_s=min(limits, default=None),
+    )
     sentence = _closing_sentence(job, code)
     if sentence is not None:
         print(f"batch-generate: {sentence}", file=sys.stderr)

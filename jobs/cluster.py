@@ -1,33 +1,28 @@
 """One run of a job on Ray: refuse or begin, start or join the cluster, drive, leave nothing behind.
 
-Owns the life of Ray and of the rank actors around one driver; it must not know how rows are read,
-answered or written.
+Owns the order of things around one driver: what is checked before anything is written, what is taken back,
+and the exit code. It must not know how rows are read, answered or written. Ray is imported once it is known
+whether one is joined or started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-import ray
-from ray.exceptions import RayError
+from typing import TYPE_CHECKING
 
 from engine import ConfigError
 from jobs.config import JobConfig
 from jobs.job_plan import output_folder, plan_job, record_job, with_absolute_paths
-from jobs.metrics import RayMetrics
-from jobs.rank import EngineBuilder, RankActor, RankSpec, rank_capacity
-from jobs.reaper import MARK, Reaper
+from jobs.rank import EngineBuilder, RankSpec, rank_capacity
 from jobs.stop_signals import StopSignals
+from jobs.time_limit import TimeLimit
 from pipelines.commits import check_destination
-from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, RankReport
+from pipelines.driver import Driver, JobFailed, Outcome
 from pipelines.manifest import (
     DriverLock,
     OutputFolder,
@@ -36,8 +31,11 @@ from pipelines.manifest import (
     discard_changed_job,
     write_plan,
 )
-from pipelines.plan import Plan
+from pipelines.plan import Plan, slice_of_shards
 from pipelines.report import read_status
+
+if TYPE_CHECKING:
+    from jobs.ray_connection import Places
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +44,32 @@ EXIT_FAILED = 1
 EXIT_TOO_MANY_ERRORS = 3
 EXIT_STOPPED = 75
 
-_OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest: no row goes through it
+_LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Set to 0, a Ray that is started listens on 127.0.0.1 alone, on Linux too. Read when Ray is imported."""
 
 
 def run_job(
-    job: JobConfig, *, discard_changed: bool = False, build_engine: EngineBuilder | None = None
+    job: JobConfig,
+    *,
+    discard_changed: bool = False,
+    part: tuple[int, int] | None = None,
+    limit_s: float | None = None,
+    build_engine: EngineBuilder | None = None,
 ) -> int:
     """Run a job to its end or to a stop, and return the exit code.
 
     Raises ``ConfigError`` for what is refused; nothing is written then. ``discard_changed`` deletes
-    what the output folder holds of a job with other inputs or settings. ``build_engine`` must be a
-    function that other processes can import; None builds the real engine.
+    what the output folder holds of a job with other inputs or settings. ``part`` (i, n): only the i-th of n
+    slices, from 0; other drivers may be at work on the others. ``limit_s``: stop cleanly before so long.
+    ``build_engine`` must be a function that other processes can import; None builds the real engine.
     """
     job = with_absolute_paths(job)
     folder = output_folder(job)
+    _refuse_upload(folder)
+    if discard_changed and part is not None:
+        raise ConfigError("--discard-changed is for a whole job, --slice for a part of one")
     try:
-        with StopSignals() as signals:
+        with StopSignals() as signals, TimeLimit(limit_s):
             plan = plan_job(job)
             if discard_changed:
                 difference = discard_changed_job(folder, plan)
@@ -69,10 +77,13 @@ def run_job(
                     logger.warning("deleted the job that %s held: %s", folder.path, difference)
             check_folder(folder, plan)
             check_destination(folder, plan)
+            shards = None if part is None else slice_of_shards(len(plan.shards), *part)
             signals.hold()
-            with _connected(job, signals) as num_ranks:
+            with _connected(job, signals) as places:
                 spec = RankSpec(job=job, run=0, build_engine=build_engine)
-                outcome = Outcome.STOPPED if signals.requested else _drive(spec, plan, num_ranks, signals)
+                outcome = Outcome.STOPPED
+                if not signals.requested:
+                    outcome = _drive(spec, plan, shards, places, signals)
     except KeyboardInterrupt:
         return EXIT_STOPPED  # before there was anything to stop
     except (JobFailed, OSError) as error:
@@ -84,26 +95,54 @@ def run_job(
         logger.error("stopped: more error rows than output.max_errors (%s) allows", job.output.max_errors)
         return EXIT_TOO_MANY_ERRORS
     status = read_status(folder.path)
+    if not status.is_finished:
+        return EXIT_COMMITTED  # this slice is; who commits the last shard judges them all
     is_over = status.num_error > job.output.max_error_rate * max(status.num_rows, 1)
     return EXIT_TOO_MANY_ERRORS if is_over else EXIT_COMMITTED
 
 
-def _drive(spec: RankSpec, plan: Plan, num_ranks: int, signals: StopSignals) -> Outcome:
+def _connected(job: JobConfig, signals: StopSignals) -> AbstractContextManager[Places]:
+    """Join the cluster that is named, or start a Ray that listens on this machine's loopback alone."""
+    address = job.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local":
+        os.environ[_LOOPBACK_SWITCH] = "0"
+    from jobs.ray_connection import connected
+
+    return connected(address, job, signals)
+
+
+def _refuse_upload(folder: OutputFolder) -> None:
+    """Ray deletes the working directory that was uploaded with a job: no place for what the job is for."""
+    for path in (folder.path, *folder.path.parents):
+        if path.parent.name == "working_dir_files":
+            raise ConfigError(
+                f"the output folder {str(folder.path)!r} lies in the working directory that was uploaded "
+                "with the Ray job, which Ray deletes: name an absolute path that every node sees"
+            )
+
+
+def _drive(spec: RankSpec, plan: Plan, shards: range | None, places: Places, signals: StopSignals) -> Outcome:
+    from jobs.fleet import RayFleet
+    from jobs.metrics import RayMetrics
+
     folder = output_folder(spec.job)
     has_begun = folder.state.exists()
     write_plan(folder, plan)
-    with DriverLock(folder):
+    with DriverLock(folder, shards):
         try:
             run = claim_run(folder)
             record_job(folder, spec.job)
-            fleet = RayFleet(replace(spec, run=run), num_ranks)
+            fleet = RayFleet(replace(spec, run=run), places.num_slots, has_gpus=places.has_gpus)
             try:
                 driver = Driver(
                     folder,
                     plan,
                     fleet,
                     run=run,
+                    shards=shards,
                     capacity=rank_capacity(spec.job),
+                    min_ranks=places.min_ranks,
+                    place_timeout_s=spec.job.cluster.place_timeout_s,
                     max_errors=spec.job.output.max_errors,
                     stall_timeout_s=spec.job.cluster.stall_timeout_s,
                     cost_per_rank_hour=spec.job.cluster.cost_per_rank_hour,
@@ -115,7 +154,7 @@ def _drive(spec: RankSpec, plan: Plan, num_ranks: int, signals: StopSignals) -> 
                 fleet.close()
         except ConfigError:
             # A rank found that the job cannot run at all.
-            if not has_begun and not _has_rows(folder, plan):
+            if shards is None and not has_begun and not _has_rows(folder, plan):
                 _unwrite(folder)
             raise
 
@@ -131,133 +170,3 @@ def _unwrite(folder: OutputFolder) -> None:
     shutil.rmtree(folder.state)
     with contextlib.suppress(OSError):
         folder.path.rmdir()
-
-
-@contextlib.contextmanager
-def _connected(job: JobConfig, signals: StopSignals) -> Iterator[int]:
-    """Join the cluster that is named, or start a Ray and end it. Yields how many ranks there will be.
-
-    The address "local" is Ray's own word for one that is started.
-    """
-    address = job.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
-    if address != "local":
-        try:
-            _init_ray(signals, address)
-            yield _count_ranks(job)
-        finally:
-            ray.shutdown()
-        return
-    num_cpus = max(job.cluster.num_ranks, os.cpu_count() or 1)
-    reaper = Reaper()
-    os.environ[MARK] = reaper.mark
-    try:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        own = {"num_cpus": num_cpus, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
-        _init_ray(signals, address, **own)
-        yield _count_ranks(job)
-    finally:
-        ray.shutdown()
-        del os.environ[MARK]
-        reaper.close()
-
-
-def _init_ray(signals: StopSignals, address: str, **options: Any) -> None:
-    """Start or join Ray. ``KeyboardInterrupt`` when a signal made that impossible."""
-    try:
-        try:
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **options)
-        finally:
-            signals.install()
-    except SystemExit as error:  # from Ray's own handler of SIGTERM, while it stood in the place of ours
-        raise KeyboardInterrupt from error
-    except Exception as error:  # Ray raises nothing narrower for a node that does not come up
-        if signals.requested:  # a signal to the whole group ends Ray's processes too
-            raise KeyboardInterrupt from error
-        reason = " ".join(str(error).split())
-        if address == "local":
-            raise JobFailed(f"Ray did not start: {reason}") from error
-        raise ConfigError(f"cannot join the Ray cluster at {address!r}: {reason}") from error
-
-
-def _count_ranks(job: JobConfig) -> int:
-    num_gpus = 0 if job.engine.device == "cpu" else _count("GPU")
-    wanted = job.cluster.num_ranks
-    if job.engine.device == "cuda" and not num_gpus:
-        raise ConfigError("engine.device is cuda, but the cluster has no GPU")
-    if num_gpus and wanted > num_gpus:
-        raise ConfigError(f"cluster.num_ranks is {wanted}, but the cluster has {num_gpus} GPUs")
-    num_ranks = wanted or num_gpus or 1
-    num_cpus = _count("CPU")
-    if num_ranks > num_cpus:
-        raise ConfigError(f"{num_ranks} ranks need a CPU each, but the cluster has {num_cpus}")
-    return num_ranks
-
-
-def _count(resource: str) -> int:
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return int(resources.get(resource, 0))
-
-
-class RayFleet:
-    """Rank actors, by slot; what ``pipelines.driver.Fleet`` asks for."""
-
-    def __init__(self, spec: RankSpec, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._spec = spec
-        has_gpus = spec.job.engine.device != "cpu" and _count("GPU") > 0
-        # Liveness is the driver's business: an actor is never restarted behind its back.
-        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(has_gpus), "max_restarts": 0}
-        if not _is_importable_elsewhere():
-            root = str(Path(__file__).resolve().parent.parent)
-            paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-            options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
-        self._actor_class = ray.remote(RankActor).options(**options)
-        self._actors: dict[int, Any] = {}
-        self._exchanges: dict[Any, int] = {}
-
-    def start(self, slot: int) -> None:
-        """Start the rank of a slot and its first exchange."""
-        self._actors[slot] = self._actor_class.remote(self._spec)
-        self.exchange(slot, Orders())
-
-    def exchange(self, slot: int, orders: Orders) -> None:
-        """Begin the next exchange with a rank."""
-        self._exchanges[self._actors[slot].exchange.remote(orders)] = slot
-
-    def wait(self, timeout_s: float) -> list[tuple[int, RankReport | RankDied]]:
-        """The exchanges that came back."""
-        if not self._exchanges:
-            return []
-        ready, _ = ray.wait(list(self._exchanges), num_returns=1, timeout=timeout_s)
-        also, _ = ray.wait(list(self._exchanges), num_returns=len(self._exchanges), timeout=0)
-        events: list[tuple[int, RankReport | RankDied]] = []
-        for reference in dict.fromkeys([*ready, *also]):
-            slot = self._exchanges.pop(reference)
-            try:
-                events.append((slot, ray.get(reference)))
-            except RayError as error:
-                events.append((slot, RankDied(str(error))))
-        return events
-
-    def kill(self, slot: int) -> None:
-        """End the rank of a slot at once."""
-        actor = self._actors.pop(slot, None)
-        self._exchanges = {ref: other for ref, other in self._exchanges.items() if other != slot}
-        if actor is not None:
-            ray.kill(actor)
-
-    def close(self) -> None:
-        """End every rank."""
-        for slot in list(self._actors):
-            self.kill(slot)
-
-
-def _is_importable_elsewhere() -> bool:
-    """Whether a rank's process finds our packages by itself: installed, or uploaded with a Ray job."""
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
-        return True
-    try:
-        importlib.metadata.distribution("overnight")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

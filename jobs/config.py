@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine import ConfigError, EngineConfig, SamplingParams
 from pipelines.plan import PartFormat, PartLayout
@@ -88,14 +88,28 @@ class OutputSection(_Section):
 class ClusterSection(_Section):
     """``num_ranks`` 0: one a GPU, or one CPU rank. ``address`` None: RAY_ADDRESS, else a Ray of our own.
 
+    With ``max_ranks`` instead, ranks come and go with the cluster's nodes: up to so many. The job begins with
+    ``min_ranks`` (1), and stops cleanly when fewer have had a place for ``place_timeout_s``.
     A rank whose step loop stands still for ``stall_timeout_s`` is ended and replaced.
     ``cost_per_rank_hour``: what one rank (a GPU, or a CPU rank) costs, in any currency; for the report.
     """
 
     num_ranks: int = Field(default=0, ge=0)
+    min_ranks: int | None = Field(default=None, ge=1)
+    max_ranks: int | None = Field(default=None, ge=1)
+    place_timeout_s: float = Field(default=1800.0, gt=0.0)
     address: str | None = None
     cost_per_rank_hour: float | None = Field(default=None, ge=0.0)
     stall_timeout_s: float = Field(default=900.0, gt=0.0)
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> ClusterSection:
+        if self.max_ranks and self.num_ranks:
+            raise ValueError("num_ranks is a fixed number, max_ranks one that may grow: give one of them")
+        most = self.max_ranks or self.num_ranks
+        if most and (self.min_ranks or 1) > most:
+            raise ValueError(f"min_ranks is {self.min_ranks}, more than the {most} ranks at most")
+        return self
 
 
 class JobConfig(_Section):

@@ -5,10 +5,11 @@ Owns how a job becomes an engine and a renderer, and nothing of what they then d
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine import Engine, EngineConfig
@@ -30,6 +31,7 @@ class RankSpec:
 
     job: JobConfig
     run: int
+    has_gpu: bool = False
     build_engine: EngineBuilder | None = None
 
 
@@ -63,6 +65,13 @@ def build_rank_engine(config: EngineConfig, build_engine: EngineBuilder | None) 
     return build_engine(config)
 
 
+def find_device() -> str:
+    """What tells this process's GPU apart from every other."""
+    from engine.device import device_uuid
+
+    return device_uuid()
+
+
 def build_serving(spec: RankSpec) -> Serving:
     """Build the engine and what goes with it."""
     config = engine_config(spec.job)
@@ -81,17 +90,24 @@ class RankActor:
 
     def __init__(self, spec: RankSpec) -> None:
         folder = OutputFolder(Path(spec.job.output.state_dir or spec.job.output.path))
+        self._node, self._device = socket.gethostname(), ""
         self._worker = RankWorker(
             folder,
             load_plan(folder),
             spec.run,
-            lambda: build_serving(spec),
+            lambda: self._build(spec),
             publisher=ThreadPoolExecutor(1, "publisher"),
             syncer=ThreadPoolExecutor(1, "syncer"),
             renderer=ThreadPoolExecutor(1, "renderer"),
         )
         threading.Thread(target=self._worker.run, name="step-loop", daemon=True).start()
 
+    def _build(self, spec: RankSpec) -> Serving:
+        # Known before the model is read, so that two ranks on one GPU are refused and do not fill it.
+        self._device = find_device() if spec.has_gpu else ""
+        return build_serving(spec)
+
     def exchange(self, orders: Orders) -> RankReport:
         """One exchange with the driver."""
-        return self._worker.exchange(orders, _EXCHANGE_WAIT_S)
+        report = self._worker.exchange(orders, _EXCHANGE_WAIT_S)
+        return replace(report, node=self._node, device=self._device)

@@ -88,6 +88,9 @@ def _try_read_record(folder: OutputFolder, plan: Plan, shard_index: int) -> Comm
     record = CommitRecord(**{**tree, "tally": Tally(**tree["tally"])})
     if record.fingerprint != plan.fingerprint:
         raise ConfigError(f"{str(folder.commit_file(shard_index))!r} was not written by this job")
+    strange = record.files.keys() - {plan.part_name(shard_index), plan.errors_name(shard_index)}
+    if strange:
+        raise ConfigError(f"{str(folder.commit_file(shard_index))!r} names {min(strange)!r}, no part of it")
     return record
 
 
@@ -119,7 +122,7 @@ def publish_files(
     )
     replace_durably(folder, path, published.to_bytes())
     for temporary in {*files.values(), *mine.files.values()}:
-        (folder.temporary / temporary).unlink(missing_ok=True)
+        folder.temporary_file(temporary).unlink(missing_ok=True)
     return mine.tally
 
 
@@ -137,7 +140,7 @@ def check_destination(folder: OutputFolder, plan: Plan) -> None:
 
 
 def _is_there(folder: OutputFolder, plan: Plan, name: str, temporary: str) -> bool:
-    if (folder.temporary / temporary).exists():
+    if folder.temporary_file(temporary).exists():
         return True
     if plan.parts.url is not None:
         return has_object(f"{plan.parts.url}/{name}")
@@ -145,7 +148,7 @@ def _is_there(folder: OutputFolder, plan: Plan, name: str, temporary: str) -> bo
 
 
 def _give_name(folder: OutputFolder, plan: Plan, name: str, temporary: str, *, is_anew: bool) -> None:
-    source = folder.temporary / temporary
+    source = folder.temporary_file(temporary)
     if plan.parts.url is not None:
         if source.exists():
             put_once(f"{plan.parts.url}/{name}", source, plan.fingerprint)

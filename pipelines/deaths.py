@@ -14,10 +14,11 @@ from pipelines.plan import Plan
 
 
 class DeathLog:
-    """A row that kills ranks is not innocent again in the next run. Only a driver writes."""
+    """A row that kills ranks is not innocent again in the next run. A driver writes its own run's file."""
 
-    def __init__(self, folder: OutputFolder, plan: Plan) -> None:
-        self._path = folder.deaths_file
+    def __init__(self, folder: OutputFolder, plan: Plan, run: int) -> None:
+        self._folder = folder.deaths
+        self._path = self._folder / f"{run:06d}.jsonl"
         self._fingerprint = plan.fingerprint
 
     def add(self, shard_index: int, rows: Sequence[int]) -> None:
@@ -33,9 +34,8 @@ class DeathLog:
     def read(self) -> dict[tuple[int, int], int]:
         """At how many deaths each (shard, row) was there; a line that a kill cut short counts for nothing."""
         counts: dict[tuple[int, int], int] = {}
-        if not self._path.is_file():
-            return counts
-        for line in self._path.read_text(encoding="utf-8").splitlines():
+        texts = [path.read_text(encoding="utf-8") for path in sorted(self._folder.glob("*.jsonl"))]
+        for line in "\n".join(texts).splitlines():
             try:
                 record = json.loads(line)
             except ValueError:

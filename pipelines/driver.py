@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.api import EngineStats
 from engine.errors import ConfigError
 from pipelines.commits import try_read_commit
 from pipelines.deaths import DeathLog
-from pipelines.leasing import choose_leases
+from pipelines.leasing import RankSpeeds, choose_leases
 from pipelines.ledger import Lease, LeaseReport, Ledger
 from pipelines.manifest import OutputFolder, Tally
 from pipelines.metrics import MetricsListener, RowCounts, RunWatch
@@ -40,6 +41,11 @@ MAX_DEATHS_APART = 10
 """The same of ranks that ran suspects, where a row may be to blame."""
 
 _WAIT_S = 0.25
+_STOP_PATIENCE_S = 1.0
+_PLACE_PATIENCE_S = 10.0
+_MAX_SHARDS_TO_REPORT_IN_HASTE = 200
+"""A run that is told to stop has two seconds, and reading more shards than these for the report could take
+longer: ``status --write-report`` makes up for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +70,8 @@ class RankReport:
     ``refused`` says why the job cannot run at all, ``broken`` why its output cannot be written.
     ``capacity`` is how many rows the engine runs at once; 0 until the engine is built. ``environment`` and
     ``engine_settings`` say what a built engine's answers depend on besides the plan. ``stats`` are the
-    engine's own, the token counts before it those of its answers.
+    engine's own, the token counts before it those of its answers. ``node`` is the machine it is on,
+    ``device`` tells its GPU apart from every other; both may be unknown yet.
     """
 
     num_turns: int
@@ -81,6 +88,8 @@ class RankReport:
     is_stopped: bool = False
     refused: str | None = None
     broken: str | None = None
+    node: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +104,11 @@ class Fleet(Protocol):
 
     num_slots: int
 
+    def has_place(self, slot: int) -> bool:
+        """Whether there is room for the rank of a slot now; once asked, room is looked for."""
+
     def start(self, slot: int) -> None:
-        """Start the rank of a slot and its first exchange, which carries no orders."""
+        """Start the rank of a slot, which has a place, and its first exchange, which carries no orders."""
 
     def exchange(self, slot: int, orders: Orders) -> None:
         """Begin the next exchange with a rank whose last one came back."""
@@ -138,14 +150,20 @@ class _Slot:
     num_deaths_apart: int = 0
     num_turns: int = -1
     moved_at: float = 0.0
+    lost_at: float = -math.inf
     publishing: set[int] = field(default_factory=set)
     is_preparing: bool = False
     is_stopped: bool = False
     is_drained: bool = False
+    node: str = ""
+    device: str = ""
 
 
 class Driver:
-    """One run over a plan. ``stall_timeout_s``: how long a step loop may stand still.
+    """One run over a plan, or ``shards`` of it. ``stall_timeout_s``: how long a step loop may stand still.
+
+    Slots without a place wait for one. Fewer than ``min_ranks`` ranks with a place for ``place_timeout_s``
+    end the run: another one may find more.
 
     ``capacity`` is how many rows a rank runs at once, as far as is known before one says so. More than
     ``max_errors`` error rows end the run.
@@ -159,7 +177,10 @@ class Driver:
         fleet: Fleet,
         *,
         run: int,
+        shards: range | None = None,
         capacity: int = 1,
+        min_ranks: int = 1,
+        place_timeout_s: float = 1800.0,
         max_errors: int | None = None,
         stall_timeout_s: float = 900.0,
         start_timeout_s: float = 7200.0,
@@ -169,28 +190,39 @@ class Driver:
         self._folder, self._plan, self._fleet, self._run = folder, plan, fleet, run
         self._stall_timeout_s, self._start_timeout_s = stall_timeout_s, start_timeout_s
         self._slots = [_Slot() for _ in range(fleet.num_slots)]
+        self._min_ranks, self._place_timeout_s = min_ranks, place_timeout_s
+        self._enough_at = time.monotonic()
+        self._shards = plan.shards if shards is None else plan.shards[shards.start : shards.stop]
+        self._is_whole = shards is None
         self._to_publish: list[int] = []
         self._stop = StopRequest.NONE
         self._stop_seen_at = 0.0
         committed = self._read_commits()
         self._num_rows_before = sum(tally.num_rows for tally in committed.values())
         self._num_errors_before = sum(tally.num_error for tally in committed.values())
-        self._num_shards_left = len(plan.shards) - len(committed)
+        self._num_shards_left = len(self._shards) - len(committed)
         self._clean(committed)
-        missing = [shard for shard in plan.shards if shard.index not in committed]
+        missing = [shard for shard in self._shards if shard.index not in committed]
         resumed = {
             shard.index: read_shard_state(folder, plan, shard.index)
             for shard in missing
             if folder.shard_journals(shard.index).is_dir()
         }
-        self._deaths = DeathLog(folder, plan)
+        self._deaths = DeathLog(folder, plan, run)
         self._ledger = Ledger(missing, resumed, self._deaths.read())
+        self._speeds = RankSpeeds()
         self._num_lanes = fleet.num_slots * capacity
         self._has_costs = False
         self._max_errors = max_errors
-        self._record = RunRecord(run=run, num_ranks=fleet.num_slots, cost_per_rank_hour=cost_per_rank_hour)
+        self._record = RunRecord(
+            run=run,
+            shards=None if shards is None else (shards.start, shards.stop),
+            num_ranks=fleet.num_slots,
+            cost_per_rank_hour=cost_per_rank_hour,
+        )
+        num_rows = sum(shard.num_rows for shard in self._shards)
         self._watch = RunWatch(
-            folder, self._record, num_rows=plan.num_rows, num_done=self._num_done, listener=on_metrics
+            folder, self._record, num_rows=num_rows, num_done=self._num_done, listener=on_metrics
         )
 
     def request_stop(self, how: StopRequest) -> None:
@@ -206,8 +238,9 @@ class Driver:
             outcome = result.value
         finally:
             self._watch.finish(self._count_rows(), outcome)
-            status = replace(read_status(self._folder.path), is_running=False)
-            write_reports(self._folder.path, status)
+            if outcome != Outcome.STOPPED.value or len(self._plan.shards) <= _MAX_SHARDS_TO_REPORT_IN_HASTE:
+                status = read_status(self._folder.path, ended_run=self._run)
+                write_reports(self._folder.path, status)
         return result
 
     @property
@@ -221,27 +254,30 @@ class Driver:
 
     def _read_commits(self) -> dict[int, Tally]:
         found = {
-            shard.index: try_read_commit(self._folder, self._plan, shard.index) for shard in self._plan.shards
+            shard.index: try_read_commit(self._folder, self._plan, shard.index) for shard in self._shards
         }
         return {index: tally for index, tally in found.items() if tally is not None}
 
     def _clean(self, committed: Mapping[int, Tally]) -> None:
         """Remove what earlier runs left: half-written parts, and journals of published shards."""
+        ours = {f"{shard.index:05d}" for shard in self._shards}
         for leftover in self._folder.temporary.iterdir():
-            leftover.unlink(missing_ok=True)
+            # Drivers of other shards may be at work: what names none of ours may be theirs.
+            if self._is_whole or leftover.name.split(".")[0] in ours:
+                leftover.unlink(missing_ok=True)
         for journals in self._folder.journals.iterdir():
             if int(journals.name) in committed:
                 shutil.rmtree(journals, ignore_errors=True)
 
     def _loop(self) -> Outcome:
         self._to_publish += self._ledger.take_complete()
-        if self._num_shards_left and not self._has_too_many_errors:
-            for slot in range(self._fleet.num_slots):
-                self._start(slot)
+        self._enough_at = time.monotonic()
         while self._num_shards_left:
             self._check_slots()
             if self._has_too_many_errors:
                 self.request_stop(StopRequest.NOW)
+            if not self._stop:
+                self._fill_slots()
             if self._stop and self._has_stopped():
                 return Outcome.TOO_MANY_ERRORS if self._has_too_many_errors else Outcome.STOPPED
             if self._is_time_to_estimate:
@@ -256,10 +292,24 @@ class Driver:
             self._watch.show(self._count_rows())
         return Outcome.COMMITTED
 
+    def _fill_slots(self) -> None:
+        """Start a rank wherever there is a place for one: at first, after a death, on a node that joined."""
+        for slot, state in enumerate(self._slots):
+            if not state.is_live and not state.is_given_up and self._fleet.has_place(slot):
+                self._start(slot)
+        now = time.monotonic()
+        if sum(state.is_live for state in self._slots) >= self._min_ranks:
+            self._enough_at = now
+        elif now - self._enough_at > self._place_timeout_s:
+            logger.error("there was no place for %d ranks in %.0f s", self._min_ranks, self._place_timeout_s)
+            self.request_stop(StopRequest.NOW)
+
     def _start(self, slot: int) -> None:
         state = self._slots[slot]
         state.is_live, state.capacity, state.num_turns = True, 0, -1
-        state.has_finished_rows = False
+        state.has_finished_rows = state.is_preparing = state.is_stopped = state.is_drained = False
+        state.node = state.device = ""
+        self._speeds.begin(slot)
         state.moved_at = time.monotonic()
         self._watch.start_rank(slot)
         self._fleet.start(slot)
@@ -270,6 +320,10 @@ class Driver:
         if report.broken is not None:
             raise JobFailed(report.broken)
         state = self._slots[slot]
+        state.node = report.node
+        if report.device != state.device:
+            self._check_device(slot, report.device)
+            state.device = report.device
         if report.num_turns != state.num_turns:
             state.num_turns, state.moved_at = report.num_turns, time.monotonic()
         if report.capacity and not state.capacity:
@@ -283,13 +337,21 @@ class Driver:
                 state.has_finished_rows, state.num_barren_deaths, state.num_deaths_apart = True, 0, 0
         if report.capacity:
             num_tokens = (report.num_prompt_tokens, report.num_completion_tokens, report.num_cached_tokens)
-            has_rows = self._ledger.num_outstanding(slot) > 0
-            self._watch.take(slot, report.stats, num_tokens, has_rows=has_rows)
+            num_rows = self._ledger.num_outstanding(slot)
+            self._watch.take(slot, report.stats, num_tokens, has_rows=num_rows > 0)
+            is_full = num_rows >= report.capacity
+            self._speeds.take(slot, sum(num_tokens[:2]), time.monotonic(), is_full=is_full)
         for shard_index, tally in report.published:
             if shard_index in state.publishing:
                 state.publishing.discard(shard_index)
                 self._commit(shard_index, tally)
         self._to_publish += self._ledger.take_complete()
+
+    def _check_device(self, slot: int, device: str) -> None:
+        """One rank a GPU: two on one would each believe that its memory is theirs."""
+        for other, state in enumerate(self._slots):
+            if device and other != slot and state.is_live and state.device == device:
+                raise ConfigError(f"ranks {other} and {slot} were both given the GPU {device}")
 
     def _commit(self, shard_index: int, tally: Tally) -> None:
         self._ledger.commit(shard_index, tally)
@@ -313,15 +375,24 @@ class Driver:
         capacities = {
             s: state.capacity for s, state in enumerate(self._slots) if state.is_live and state.capacity
         }
-        starting = [s for s, state in enumerate(self._slots) if state.is_live and not state.capacity]
-        return choose_leases(self._ledger, slot, capacities, starting)
+        now = time.monotonic()
+        # A rank that died lately will be followed by another in its place.
+        starting = [
+            s
+            for s, state in enumerate(self._slots)
+            if not state.is_given_up
+            and (not state.capacity if state.is_live else now - state.lost_at < _PLACE_PATIENCE_S)
+        ]
+        weights = self._speeds.weights(capacities)
+        return choose_leases(self._ledger, slot, capacities, starting, weights)
 
     @property
     def _is_time_to_estimate(self) -> bool:
         """Once every rank builds its engine; a rank that is ready does not wait for a late one."""
         if self._has_costs or not self._ledger.num_unleased:
             return False
-        return all(s.is_preparing for s in self._slots) or any(s.capacity for s in self._slots)
+        live = [state for state in self._slots if state.is_live]
+        return bool(live) and (all(s.is_preparing for s in live) or any(s.capacity for s in live))
 
     def _estimate_costs(self) -> None:
         """Read every prompt that is left once, so that rows can be leased in the order of their length.
@@ -347,15 +418,17 @@ class Driver:
         leases = self._ledger.leases_of(slot)
         # A rank that was given nothing says little of its slot.
         is_barren = not state.has_finished_rows and (bool(leases) or not state.capacity)
-        state.is_live, state.capacity = False, 0
-        self._watch.lose_rank(slot)
+        state.is_live, state.capacity, state.device = False, 0, ""
+        state.lost_at = time.monotonic()
+        self._watch.lose_rank(slot, node=state.node, reason=reason)
         self._watch.save()  # before its rows are marked by it
         journals = [self._folder.journal_file(one.shard_index, self._run, one.lease_id) for one in leases]
         found = [read_journal_state(self._plan, path) for path in journals]
-        is_alone = sum(len(one.suspects) for one in found) == 1
+        num_lost = sum(len(one.suspects) for one in found)
+        self._watch.note_rows_lost(slot, num_lost)
         for lease, journaled in zip(leases, found, strict=True):
             self._deaths.add(lease.shard_index, [row for row in lease.rows if row in journaled.suspects])
-            guilty = self._ledger.lose(lease.lease_id, journaled, is_alone=is_alone)
+            guilty = self._ledger.lose(lease.lease_id, journaled, is_alone=num_lost == 1)
             is_barren &= not journaled.finished
             if guilty:
                 self._quarantine(lease, guilty)
@@ -372,8 +445,6 @@ class Driver:
             state.is_given_up = True
             if all(other.is_given_up for other in self._slots):
                 raise JobFailed(f"no rank is left; the last one died of: {reason}")
-        elif not self._stop:
-            self._start(slot)
 
     def _quarantine(self, lease: Lease, rows: Sequence[int]) -> None:
         shard = self._plan.shards[lease.shard_index]
@@ -402,7 +473,7 @@ class Driver:
             return False
         self._stop_seen_at = self._stop_seen_at or time.monotonic()
         # A rank that does not answer has written its rows all the same; only the disk's word is missing.
-        is_late = time.monotonic() - self._stop_seen_at > 1.5
+        is_late = time.monotonic() - self._stop_seen_at > _STOP_PATIENCE_S
         return is_late or all(state.is_stopped for state in live)
 
     def _count_rows(self) -> RowCounts:

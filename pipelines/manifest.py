@@ -6,9 +6,11 @@ must not know how rows are answered or who answers them.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -110,9 +112,9 @@ class OutputFolder:
         return self.state / "metrics"
 
     @property
-    def deaths_file(self) -> Path:
-        """Which rows were in flight on ranks that died."""
-        return self.state / "deaths.jsonl"
+    def deaths(self) -> Path:
+        """Which rows were in flight on ranks that died, a file a run."""
+        return self.state / "deaths"
 
     @property
     def journals(self) -> Path:
@@ -143,8 +145,22 @@ class OutputFolder:
         return self.state / "commits" / f"{shard_index:05d}.json"
 
     def part_file(self, name: str) -> Path:
-        """A part of that name."""
+        """A part of that name, which may come from a file on disk: one that leads elsewhere is refused."""
+        if not is_inside(name):
+            raise ConfigError(f"the name {name!r} leads out of the output folder {str(self.path)!r}")
         return self.path / name
+
+    def temporary_file(self, name: str) -> Path:
+        """A file that has no final name yet; the same rule."""
+        if not is_inside(name) or "/" in name:
+            raise ConfigError(f"the name {name!r} leads out of the folder {str(self.temporary)!r}")
+        return self.temporary / name
+
+
+def is_inside(name: str) -> bool:
+    """Whether a relative name stays below the folder that it is relative to."""
+    pieces = name.split("/")
+    return "\0" not in name and not {"", ".", ".."} & set(pieces)
 
 
 def load_plan(folder: OutputFolder) -> Plan:
@@ -162,6 +178,8 @@ def check_folder(folder: OutputFolder, plan: Plan) -> None:
         if above.exists() and not above.is_dir():
             key = "output.path" if plan.parts.url is None else "output.state_dir"
             raise ConfigError(f"{key} {str(folder.path)!r} cannot be a folder: {str(above)!r} is a file")
+    # Looked at before the plan: what drivers of other shards publish meanwhile has its plan by then.
+    visible = sorted(_visible_files(folder))
     has_plan = folder.plan_file.is_file()
     if has_plan:
         difference = describe_difference(load_plan(folder), plan)
@@ -171,7 +189,7 @@ def check_folder(folder: OutputFolder, plan: Plan) -> None:
                 "deletes that job's parts and begins anew)"
             )
     ours = set(plan.output_names()) if has_plan and plan.parts.url is None else set()
-    for path in sorted(_visible_files(folder)):
+    for path in visible:
         if path not in ours:
             raise ConfigError(f"output folder {str(folder.path)!r} holds {path!r}, which is not this job's")
 
@@ -214,7 +232,10 @@ def write_plan(folder: OutputFolder, plan: Plan) -> None:
     """Write the plan if the folder has none; of two writers one wins, and the other must agree with it."""
     temporary = folder.temporary / f"plan-{os.getpid()}-{time.time_ns()}.json"
     try:
-        for needed in (folder.runs, folder.journals, folder.temporary, folder.commit_file(0).parent):
+        for needed in (
+            *(folder.runs, folder.journals, folder.deaths, folder.temporary),
+            folder.commit_file(0).parent,
+        ):
             needed.mkdir(parents=True, exist_ok=True)
         write_durably(temporary, plan.to_json().encode())
         is_first = try_link(temporary, folder.plan_file)
@@ -277,10 +298,15 @@ def claim_run(folder: OutputFolder) -> int:
 
 
 class DriverLock:
-    """Held by the driver at work on a folder; the system frees it when that process ends, however it does."""
+    """Held by the driver at work on shards of a folder, all of them or a range (``None``: all).
 
-    def __init__(self, folder: OutputFolder) -> None:
+    Drivers of ranges that do not meet may work side by side. It is a lock on bytes of one file, one byte a
+    shard, which the system frees when the process ends, however it does.
+    """
+
+    def __init__(self, folder: OutputFolder, shards: range | None = None) -> None:
         self._folder = folder
+        self._shards = shards
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> DriverLock:
@@ -290,7 +316,7 @@ class DriverLock:
         except FileNotFoundError as error:
             raise _occupied(self._folder) from error
         # A driver whose job was refused takes its folder away, and the lock that we waited for with it.
-        if not _try_lock(self._file, fcntl.LOCK_EX) or not _is_at(self._file, path):
+        if not _try_lock(self._file, self._shards) or not _is_at(self._file, path):
             self._file.close()
             raise _occupied(self._folder)
         return self
@@ -305,13 +331,23 @@ class DriverLock:
         self._file.close()
 
 
-def is_driver_alive(folder: OutputFolder) -> bool:
-    """Whether a driver holds the folder now."""
+def is_driver_alive(folder: OutputFolder, shards: range | None = None) -> bool:
+    """Whether a driver holds the folder now, or some of ``shards``."""
     try:
         with open(folder.lock_file, "rb") as file:
-            return not _try_lock(file, fcntl.LOCK_SH)
+            asked = _lock_request(fcntl.F_RDLCK, shards)
+            found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked)
     except FileNotFoundError:
         return False
+    return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
+
+
+_FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length (0: to the end of all bytes), pid
+
+
+def _lock_request(kind: int, shards: range | None) -> bytes:
+    start, length = (0, 0) if shards is None else (shards.start, len(shards))
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, start, length, 0)
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
@@ -321,12 +357,16 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
         return False
 
 
-def _try_lock(file: IO[bytes], mode: int) -> bool:
+def _try_lock(file: IO[bytes], shards: range | None) -> bool:
+    if shards is not None and not shards:
+        return True
     for _ in range(10):
         try:
-            fcntl.flock(file, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
-            # Somebody asking for the status holds it for an instant.
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock_request(fcntl.F_WRLCK, shards))
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            # A driver that was killed this moment still has to end.
             time.sleep(0.05)
         else:
             return True

@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass, field, fields
 from engine.api import EngineStats
 from pipelines.manifest import OutputFolder
 from pipelines.progress import ProgressLine
-from pipelines.report import RunRecord
+from pipelines.report import RankLoss, RunRecord
 
 _SAVE_INTERVAL_S = 1.0
+_LONGEST_REASON = 200
+_MAX_LOSSES = 1000
 _SHORTEST_INTERVAL_S, _LONGEST_INTERVAL_S = 1.0, 10.0
 
 _COUNTERS = (
@@ -82,6 +84,7 @@ MetricsListener = Callable[[MetricsLine], None]
 class _RankState:
     stats: EngineStats = field(default_factory=EngineStats)
     num_tokens: tuple[int, int, int] = (0, 0, 0)
+    started_at: float = field(default_factory=time.monotonic)
     busy_at: float | None = None
     """When it last had rows; None until its engine is built."""
 
@@ -102,6 +105,8 @@ class RunWatch:
         record.num_reused = num_done
         self._folder, self._num_rows, self._listener = folder, num_rows, listener
         self._ranks: dict[int, _RankState] = {}
+        self._ended_rank_seconds = 0.0
+        self._open_losses: dict[int, tuple[RankLoss, float]] = {}
         self._started = self._saved_at = time.monotonic()
         self._line_at = self._started
         self._line_tokens = (0, 0)
@@ -130,12 +135,34 @@ class RunWatch:
         state.stats, state.num_tokens = stats, num_tokens
         if has_rows or state.busy_at is None:
             state.busy_at = time.monotonic()
+        if slot in self._open_losses:
+            loss, died_at = self._open_losses.pop(slot)
+            loss.rank_seconds = round(time.monotonic() - died_at, 3)
 
-    def lose_rank(self, slot: int) -> None:
+    def lose_rank(self, slot: int, *, node: str = "", reason: str = "") -> None:
         """A rank died: what its engine had computed for unfinished rows is lost with it."""
-        state = self._ranks.pop(slot)
+        state, now = self._ranks.pop(slot), time.monotonic()
+        num_tokens = state.stats.num_unfinished_tokens
+        self._ended_rank_seconds += now - state.started_at
         self.record.num_rank_deaths += 1
-        self.record.num_tokens_lost_with_ranks += state.stats.num_unfinished_tokens
+        self.record.num_tokens_lost_with_ranks += num_tokens
+        first_line = next(iter(reason.strip().splitlines()), "")
+        loss = RankLoss(
+            at_s=round(now - self._started, 3),
+            rank=slot,
+            node=node,
+            reason=first_line[:_LONGEST_REASON],
+            num_tokens=num_tokens,
+        )
+        # A slot whose rank died again before it served is one longer absence.
+        _, died_at = self._open_losses.get(slot, (loss, now))
+        self._open_losses[slot] = (loss, died_at)
+        if len(self.record.losses) < _MAX_LOSSES:
+            self.record.losses.append(loss)
+
+    def note_rows_lost(self, slot: int, num_rows: int) -> None:
+        """So many rows were in flight on the rank of a slot when it died, and run again."""
+        self._open_losses[slot][0].num_rows = num_rows
 
     def save(self) -> None:
         """Write the run's record now."""
@@ -182,6 +209,10 @@ class RunWatch:
     def _update_record(self, rows: RowCounts, now: float) -> None:
         record = self.record
         record.seconds = now - self._started
+        live = sum(now - state.started_at for state in self._ranks.values())
+        record.rank_seconds = self._ended_rank_seconds + live
+        for loss, died_at in self._open_losses.values():
+            loss.rank_seconds = round(now - died_at, 3)
         record.num_run = rows.num_ok + rows.num_error - record.num_reused
         record.num_in_flight = rows.num_in_flight
         # A row that is in flight is lost with the run unless the run lives to finish it.

@@ -149,6 +149,11 @@ class Plan:
         )
 
 
+def slice_of_shards(num_shards: int, index: int, count: int) -> range:
+    """The shards of slice ``index`` (from 0) of ``count``: neighbours, so that one lock holds them."""
+    return range(num_shards * index // count, num_shards * (index + 1) // count)
+
+
 def _schema_to_text(schema: pa.Schema) -> str:
     return base64.b64encode(schema.serialize().to_pybytes()).decode()
 

@@ -29,8 +29,25 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
+class RankLoss:
+    """A rank that died, and what that cost: rows that were in flight and run again, the tokens computed for
+    them, and for how long its place had no rank that serves. ``at_s`` is since the run began."""
+
+    at_s: float
+    rank: int
+    node: str = ""
+    reason: str = ""
+    num_rows: int = 0
+    num_tokens: int = 0
+    rank_seconds: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
 class RunRecord:
     """One run of the driver: how long it worked, what it reused, ran, computed and lost.
+
+    ``shards`` are the half-open range that it worked on; None: all. ``rank_seconds``: the time of all its
+    ranks, added up. ``losses`` are the ranks that died, the first of them where there were very many.
 
     ``num_prompt_tokens``, ``num_completion_tokens`` and ``num_cached_tokens`` are those of answered rows,
     all other token counts those of rows that the engines ran. ``num_tokens_in_flight`` were computed for rows
@@ -38,8 +55,10 @@ class RunRecord:
     """
 
     run: int
+    shards: tuple[int, int] | None = None
     started_at: float = field(default_factory=time.time)
     seconds: float = 0.0
+    rank_seconds: float = 0.0
     num_reused: int = 0
     num_run: int = 0
     num_prompt_tokens: int = 0
@@ -61,6 +80,7 @@ class RunRecord:
     process: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     environments: list[Mapping[str, str]] = field(default_factory=list)
     engine_settings: list[Mapping[str, Any]] = field(default_factory=list)
+    losses: list[RankLoss] = field(default_factory=list)
 
     def add_rank(self, environment: Mapping[str, str], engine_settings: Mapping[str, Any]) -> None:
         """Note what a rank's answers depend on: each distinct one once."""
@@ -105,7 +125,8 @@ class JobStatus:
     """A running, stopped or finished job, as its folder tells it.
 
     ``num_read`` = ``num_ok`` + ``num_error`` + ``num_in_flight``; the rest of ``num_rows`` waits.
-    ``num_reused`` and ``num_run`` are the last run's: rows it found answered, rows it answered.
+    ``num_reused`` and ``num_run`` are the last run's, or those of all ``live_runs``: rows found answered, and
+    rows answered.
     """
 
     num_rows: int
@@ -124,6 +145,7 @@ class JobStatus:
     is_running: bool
     environments: tuple[Mapping[str, str], ...]
     engine_settings: tuple[Mapping[str, Any], ...] = ()
+    live_runs: tuple[int, ...] = ()
 
     @property
     def num_ok(self) -> int:
@@ -168,8 +190,11 @@ class JobStatus:
         return num_left * self.last_run_seconds / self.num_run
 
 
-def read_status(output_dir: str | Path) -> JobStatus:
-    """The state of the job in ``output_dir``, running or not. ``ConfigError`` when there is no job."""
+def read_status(output_dir: str | Path, *, ended_run: int | None = None) -> JobStatus:
+    """The state of the job in ``output_dir``, running or not. ``ConfigError`` when there is no job.
+
+    ``ended_run``: a run that is over though its process is still there, to tell of it.
+    """
     folder = OutputFolder(Path(output_dir))
     plan = load_plan(folder)
     tally, num_shards_committed, num_rows_committed = Tally(), 0, 0
@@ -185,32 +210,51 @@ def read_status(output_dir: str | Path) -> JobStatus:
             num_shards_committed += 1
             num_rows_committed += committed.num_rows
     runs = read_runs(folder)
-    last = runs[-1] if runs else RunRecord(run=0)
-    is_running = is_driver_alive(folder)
+    live = [run for run in _find_live(folder, runs) if run.run != ended_run]
+    last = live or runs[-1:]
     return JobStatus(
         num_rows=plan.num_rows,
         num_shards=len(plan.shards),
         num_shards_committed=num_shards_committed,
         num_rows_committed=num_rows_committed,
         tally=tally,
-        num_in_flight=last.num_in_flight if is_running else 0,
-        num_reused=last.num_reused,
-        num_run=last.num_run,
+        num_in_flight=sum(run.num_in_flight for run in live),
+        num_reused=sum(run.num_reused for run in last),
+        num_run=sum(run.num_run for run in last),
         num_runs=len(runs),
         num_rank_deaths=sum(run.num_rank_deaths for run in runs),
         seconds=sum(run.seconds for run in runs),
-        last_run_seconds=last.seconds,
-        effort=_add_up(runs, is_running=is_running),
-        is_running=is_running,
+        last_run_seconds=max((run.seconds for run in last), default=0.0),
+        effort=_add_up(runs, live),
+        live_runs=tuple(run.run for run in live),
+        is_running=bool(live) or (ended_run is None and is_driver_alive(folder)),
         environments=distinct(found for run in runs for found in run.environments),
         engine_settings=distinct(found for run in runs for found in run.engine_settings),
     )
 
 
-def _add_up(runs: Sequence[RunRecord], *, is_running: bool) -> Effort:
-    # A run that was killed says "running" for ever.
-    is_going_on = is_running and bool(runs) and runs[-1].outcome == "running"
-    ended = runs[:-1] if is_going_on else runs
+def _find_live(folder: OutputFolder, runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs at work. One that was killed says "running" for ever: its lock does not.
+
+    A newer run on some of the same shards could begin because the older one was over.
+    """
+    live: list[RunRecord] = []
+    for at, run in enumerate(runs):
+        shards = None if run.shards is None else range(*run.shards)
+        is_old = any(_do_meet(run, newer) for newer in runs[at + 1 :])
+        if run.outcome == "running" and not is_old and is_driver_alive(folder, shards):
+            live.append(run)
+    return live
+
+
+def _do_meet(one: RunRecord, other: RunRecord) -> bool:
+    if one.shards is None or other.shards is None:
+        return True
+    return max(one.shards[0], other.shards[0]) < min(one.shards[1], other.shards[1])
+
+
+def _add_up(runs: Sequence[RunRecord], live: Sequence[RunRecord]) -> Effort:
+    ended = [run for run in runs if run not in live]
     costs = [run.cost_per_rank_hour * _rank_hours(run) for run in runs if run.cost_per_rank_hour is not None]
     return Effort(
         num_tokens_computed=sum(
@@ -229,13 +273,19 @@ def _add_up(runs: Sequence[RunRecord], *, is_running: bool) -> Effort:
 
 
 def _rank_hours(run: RunRecord) -> float:
-    return run.num_ranks * run.seconds / 3600
+    return run.rank_seconds / 3600
 
 
 def read_runs(folder: OutputFolder) -> list[RunRecord]:
     """Every run that got as far as saying something, oldest first."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.runs.glob("*.json"))]
-    return [RunRecord(**json.loads(text)) for text in texts if text]
+    return [_to_record(json.loads(text)) for text in texts if text]
+
+
+def _to_record(tree: dict[str, Any]) -> RunRecord:
+    shards = tree.get("shards")
+    losses = [RankLoss(**loss) for loss in tree.get("losses", ())]
+    return RunRecord(**{**tree, "shards": None if shards is None else tuple(shards), "losses": losses})
 
 
 def distinct(facts: Iterable[Mapping[str, T]]) -> tuple[Mapping[str, T], ...]:
@@ -251,7 +301,7 @@ def write_report(folder: OutputFolder, status: JobStatus) -> None:
     """Write ``report.json``: the job over all its runs."""
     tree: dict[str, Any] = asdict(status)
     # Of a moment, or of the last run alone, and this is for later.
-    del tree["is_running"], tree["num_in_flight"], tree["last_run_seconds"]
+    del tree["is_running"], tree["num_in_flight"], tree["last_run_seconds"], tree["live_runs"]
     tree.update(
         num_read=status.num_read,
         num_ok=status.num_ok,
@@ -261,5 +311,6 @@ def write_report(folder: OutputFolder, status: JobStatus) -> None:
         num_tokens_per_s_per_rank=round(status.num_tokens_per_s_per_rank, 3),
         gpu_hours=status.effort.rank_hours if status.has_gpus else 0.0,
         cache_hit_rate=round(status.tally.cache_hit_rate, 6),
+        ranks_lost=[{"run": run.run, **asdict(loss)} for run in read_runs(folder) for loss in run.losses],
     )
     replace_durably(folder, folder.report_file, json.dumps(tree, indent=1).encode())

@@ -78,7 +78,8 @@ def build_page(name: str, status: JobStatus, runs: Sequence[RunRecord], lines: S
         f'<div class="plots">{"".join([*_time_plots(lines), *_length_plots(status)])}</div>',
         _tokens(status),
         _errors(status),
-        _runs(runs, is_running=status.is_running),
+        _runs(runs, status.live_runs),
+        _losses(runs),
         _facts(status),
     ]
     return (
@@ -225,11 +226,9 @@ def _errors(status: JobStatus) -> str:
     return _table("Error rows by reason", ("reason", "rows", "of all rows"), rows)
 
 
-def _runs(runs: Sequence[RunRecord], *, is_running: bool) -> str:
+def _runs(runs: Sequence[RunRecord], live: Sequence[int]) -> str:
     # A run that could not say how it ended was killed, unless it is still at it.
-    ends = ["killed" if run.outcome == "running" else run.outcome for run in runs]
-    if is_running and runs:
-        ends[-1] = runs[-1].outcome
+    ends = ["killed" if run.outcome == "running" and run.run not in live else run.outcome for run in runs]
     rows = [
         (
             f"{run.run}",
@@ -241,6 +240,7 @@ def _runs(runs: Sequence[RunRecord], *, is_running: bool) -> str:
             f"{run.num_run:,}",
             short_number((run.num_prefill_tokens + run.num_decode_tokens) / max(run.seconds, 1e-9)),
             f"{run.num_rank_deaths}",
+            short_number(0 if run.run in live else run.num_tokens_in_flight),
         )
         for run, end in zip(runs, ends, strict=True)
     ]
@@ -254,8 +254,31 @@ def _runs(runs: Sequence[RunRecord], *, is_running: bool) -> str:
         "rows run",
         "tokens/s",
         "ranks lost",
+        "tokens lost at its end",
     )
     return _table("Runs", names, rows, left=(1, 3))
+
+
+def _losses(runs: Sequence[RunRecord]) -> str:
+    """What each rank that died cost."""
+    rows = [
+        (
+            f"{run.run}",
+            f"{loss.rank}",
+            loss.node,
+            str(timedelta(seconds=round(loss.at_s))),
+            f"{loss.num_rows:,}",
+            short_number(loss.num_tokens),
+            f"{loss.rank_seconds:,.1f}",
+            loss.reason,
+        )
+        for run in runs
+        for loss in run.losses
+    ]
+    if not rows:
+        return ""
+    names = ("run", "rank", "node", "after", "rows run again", "tokens lost", "seconds without it", "reason")
+    return _table("Ranks lost", names, rows, left=(2, 7))
 
 
 def _facts(status: JobStatus) -> str:

@@ -214,7 +214,7 @@ def _publish_parquet(
     """The part's footer is its commit record: one link publishes both."""
     final = folder.part_file(plan.part_name(shard.index))
     final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.temporary / f"{final.name}.{attempt}"
+    temporary = folder.temporary / f"{shard.index:05d}.{attempt}"
     write_parquet(temporary, _part_schema(plan, shard, tally), batches, plan.parts.row_group_rows)
     if try_link(temporary, final):
         return tally

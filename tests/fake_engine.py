@@ -134,6 +134,7 @@ class FakeEngine:
             dtype="float32",
             device="cpu",
             device_name="fake",
+            kernel_impl="torch",
             activation_quantisation="none",
             cache_quantisation=config.cache_quantisation,
             max_model_len=config.max_model_len,

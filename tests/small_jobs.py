@@ -121,6 +121,9 @@ class InProcessFleet:
         self._chance = chance
         self._asked: dict[int, Orders] = {}
 
+    def has_place(self, slot: int) -> bool:
+        return True
+
     def start(self, slot: int) -> None:
         number = self.num_started
         self.num_started += 1

@@ -30,7 +30,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def jobs_run(monkeypatch: pytest.MonkeyPatch) -> list[JobConfig]:
     """The jobs that would have been run; each ends with exit code 75."""
     jobs: list[JobConfig] = []
-    monkeypatch.setattr(cli, "_run", lambda job, discard_changed: jobs.append(job) or 75)
+    monkeypatch.setattr(cli, "_run", lambda job, parsed: jobs.append(job) or 75)
     return jobs
 
 
@@ -43,7 +43,7 @@ def test_the_flag_set_is_pinned() -> None:
     assert {name: flags_of(parser) for name, parser in commands.choices.items()} == {
         "run": {
             *("-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"),
-            "--discard-changed",
+            *("--discard-changed", "--time-limit", "--until", "--slice"),
         },
         "plan": {
             *("-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"),
@@ -99,6 +99,10 @@ def test_a_wrong_flag_and_a_folder_without_a_job_exit_with_2(tmp_path: Path) -> 
     assert run_command("run", "--modle", "m").returncode == 2
     assert run_command("verify", "out", "--rows", "0").returncode == 2
     assert run_command("plan", "--rows", "-1").returncode == 2
+    for flag, value in (("--time-limit", "7"), ("--until", "25:00"), ("--slice", "4/4")):
+        done = run_command("run", flag, value)
+        assert done.returncode == 2
+        assert f"argument {flag}: '{value}' is no" in done.stderr
     for command in ("status", "verify"):
         done = run_command(command, str(tmp_path / "absent"))
         assert done.returncode == 2

@@ -139,6 +139,7 @@ def test_a_job_that_a_rank_refuses_is_taken_back_unless_something_is_committed(
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1.0})
     monkeypatch.setattr("jobs.cluster.Driver.run", refuse)
+    monkeypatch.setattr("jobs.fleet.RayFleet.close", lambda fleet: None)
     with pytest.raises(ConfigError, match="unsupported"):
         run_job(job)
     assert part.exists() == folder.plan_file.exists() == is_committed

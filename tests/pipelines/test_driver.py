@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine import ConfigError, EngineConfig, EngineDead, RequestOutput
-from pipelines.driver import JobFailed, Outcome, StopRequest
+from pipelines.driver import JobFailed, Orders, Outcome, RankDied, StopRequest
 from pipelines.manifest import OutputFolder
-from pipelines.report import read_status
+from pipelines.report import read_runs, read_status
 from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine
 from tests.small_jobs import check_answers, make_plan, random_prompts, read_output, start_run, write_prompts
 
@@ -270,3 +272,84 @@ def test_a_row_keeps_its_death_when_the_driver_is_started_anew(tmp_path: Path, f
     check_answers(output, prompts)
     errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
     assert errors == {"in.parquet#11": "engine_crash"}
+
+
+def test_ranks_come_and_go_with_their_places(tmp_path: Path, folder: OutputFolder) -> None:
+    prompts = random_prompts(random.Random(9), 120)
+    write_prompts(tmp_path / "in.parquet", prompts)
+    driver, fleet = start_run(folder, make_plan(tmp_path / "in.parquet", 20), num_slots=3)
+    places, most = {0}, 0
+    wait = fleet.wait
+
+    def wait_and_change(timeout_s: float) -> list:
+        nonlocal most
+        done = driver._ledger.num_ok
+        places.clear()
+        places.update({0} if done < 20 else {0, 1, 2} if done < 60 else {2})
+        most = max(most, len(fleet.workers))
+        gone = [slot for slot in fleet.workers if slot not in places]
+        events = [event for event in wait(timeout_s) if event[0] not in gone]
+        return events + [(slot, RankDied("the node is gone\nwith all that was on it")) for slot in gone]
+
+    fleet.wait = wait_and_change  # type: ignore[method-assign]
+    fleet.has_place = lambda slot: slot in places  # type: ignore[method-assign]
+    assert driver.run() is Outcome.COMMITTED
+    check_answers(read_output(folder.path), prompts)
+    assert most == 3
+    (run,) = read_runs(folder)
+    assert [(loss.rank, loss.reason) for loss in run.losses] == [
+        (0, "the node is gone"),
+        (1, "the node is gone"),
+    ]
+    assert all(loss.num_rows > 0 and loss.num_tokens > 0 and loss.rank_seconds > 0 for loss in run.losses)
+    report = json.loads(folder.report_file.read_text())
+    assert [loss["rank"] for loss in report["ranks_lost"]] == [0, 1]
+    assert "the node is gone" in folder.page_file.read_text()
+
+
+def test_too_few_places_for_too_long_are_a_clean_stop(tmp_path: Path, folder: OutputFolder) -> None:
+    write_prompts(tmp_path / "in.parquet", random_prompts(random.Random(10), 100))
+    driver, fleet = start_run(folder, make_plan(tmp_path / "in.parquet"), num_slots=2)
+    driver._min_ranks, driver._place_timeout_s = 2, 0.2
+    fleet.has_place = lambda slot: slot == 0  # type: ignore[method-assign]
+    make_slow = FakeEngine(CONFIG, step_s=0.05)
+    fleet._make_engine = lambda number: make_slow
+    assert driver.run() is Outcome.STOPPED
+    again, _ = start_run(folder, make_plan(tmp_path / "in.parquet"), num_slots=2)
+    assert again.run() is Outcome.COMMITTED
+
+
+def test_two_ranks_on_one_gpu_are_refused(tmp_path: Path, folder: OutputFolder) -> None:
+    write_prompts(tmp_path / "in.parquet", random_prompts(random.Random(11), 40))
+    for devices, is_refused in (({0: "GPU-a", 1: "GPU-a"}, True), ({0: "GPU-a", 1: "GPU-b"}, False)):
+        driver, fleet = start_run(folder, make_plan(tmp_path / "in.parquet"), num_slots=2)
+        exchange = fleet._exchange
+
+        def with_device(slot: int, orders: Orders, exchange=exchange, devices=devices):
+            report = exchange(slot, orders)
+            return replace(report, device=devices[slot] if report.num_turns > 1 else "")
+
+        fleet._exchange = with_device  # type: ignore[method-assign]
+        if is_refused:
+            with pytest.raises(ConfigError, match=r"ranks \d and \d were both given the GPU GPU-a"):
+                driver.run()
+        else:
+            assert driver.run() is Outcome.COMMITTED
+
+
+def test_a_gpu_whose_rank_died_may_be_given_again(tmp_path: Path, folder: OutputFolder) -> None:
+    prompts = random_prompts(random.Random(12), 60)
+    write_prompts(tmp_path / "in.parquet", prompts)
+    driver, fleet = start_run(
+        folder, make_plan(tmp_path / "in.parquet"), num_slots=2, random_=random.Random(12), chance=0.05
+    )
+    exchange = fleet._exchange
+
+    def with_device(slot: int, orders: Orders):
+        report = exchange(slot, orders)
+        return report if isinstance(report, RankDied) else replace(report, device=f"GPU-{slot}")
+
+    fleet._exchange = with_device  # type: ignore[method-assign]
+    assert driver.run() is Outcome.COMMITTED
+    assert fleet.num_deaths > 0
+    check_answers(read_output(folder.path), prompts)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipelines.leasing import choose_leases
+from pipelines.leasing import RankSpeeds, choose_leases
 from pipelines.ledger import Lease, LeaseReport, Ledger
 from pipelines.row_costs import RowCosts
 from pipelines.source import Shard
@@ -136,3 +136,32 @@ def test_a_lease_ends_where_its_tokens_do() -> None:
     assert (first.rows, second.rows) == ([0, 1, 2], [3])
     assert ledger.num_unleased_tokens == 40
     assert ledger.num_outstanding_tokens(0) == 40
+
+
+def test_a_slow_rank_is_weighed_less_and_recovers() -> None:
+    speeds = RankSpeeds()
+    assert speeds.weights([0, 1, 2]) == {0: 1.0, 1: 1.0, 2: 1.0}
+    rates = {0: 100, 1: 90, 2: 20}
+    for second in range(61):
+        for slot, rate in rates.items():
+            speeds.take(slot, rate * second, float(second), is_full=True)
+    weights = speeds.weights([0, 1, 2])
+    assert (weights[0], weights[1]) == (1.0, 1.0)
+    assert weights[2] == pytest.approx(20 / 90, rel=0.01)
+    assert speeds.weights([2]) == {2: 1.0}, "alone, there is nothing to be slower than"
+    done = {slot: rate * 60 for slot, rate in rates.items()}
+    for second in range(61, 3600):
+        for slot in rates:
+            done[slot] += 100
+            speeds.take(slot, done[slot], float(second), is_full=True)
+    assert speeds.weights([0, 1, 2]) == {0: 1.0, 1: 1.0, 2: 1.0}
+    speeds.begin(1)
+    assert speeds.weights([1]) == {1: 1.0}
+
+
+def test_an_empty_batch_says_nothing_of_a_ranks_speed() -> None:
+    speeds = RankSpeeds()
+    for second in range(100):
+        speeds.take(0, 100 * second, float(second), is_full=True)
+        speeds.take(1, second, float(second), is_full=False)
+    assert speeds.weights([0, 1]) == {0: 1.0, 1: 1.0}

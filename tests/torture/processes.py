@@ -156,6 +156,9 @@ class _Fleet:
         self._ranks: dict[int, tuple[Connection, int]] = {}
         self._lost: list[int] = []
 
+    def has_place(self, slot: int) -> bool:
+        return True
+
     def start(self, slot: int) -> None:
         connection = Client(self._socket)
         connection.send(("rank", (self._spec, self._run)))

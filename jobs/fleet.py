@@ -1,0 +1,114 @@
+"""The ranks of a run as Ray actors, each in a placement group of its own.
+
+Owns where ranks are put and how they are reached and ended; it must not know what they are asked, nor when
+one counts as dead: ``pipelines.driver`` does. Called in a process that has joined Ray.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from jobs.rank import RankActor, RankSpec
+from pipelines.driver import Orders, RankDied, RankReport
+
+_LOOK_INTERVAL_S = 0.5
+
+
+class RayFleet:
+    """Rank actors, by slot; what ``pipelines.driver.Fleet`` asks for.
+
+    A slot is a replica: its placement group holds the resources of its ranks, one rank today. A group that
+    finds no room waits in Ray until a node joins or comes back.
+    """
+
+    def __init__(self, spec: RankSpec, num_slots: int, *, has_gpus: bool) -> None:
+        self.num_slots = num_slots
+        self._spec = replace(spec, has_gpu=has_gpus)
+        self._bundle = {"CPU": 1.0, **({"GPU": 1.0} if has_gpus else {})}
+        # Liveness is the driver's business: an actor is never restarted behind its back.
+        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(has_gpus), "max_restarts": 0}
+        if not _is_importable_elsewhere():
+            root = str(Path(__file__).resolve().parent.parent)
+            paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+            options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
+        self._actor_class = ray.remote(RankActor)
+        self._options = options
+        self._groups: dict[int, Any] = {}
+        self._placed: set[str] = set()
+        self._looked_at = 0.0
+        self._actors: dict[int, Any] = {}
+        self._exchanges: dict[Any, int] = {}
+
+    def has_place(self, slot: int) -> bool:
+        """Whether the slot's placement group stands; one that there is not is asked for."""
+        if slot not in self._groups:
+            self._groups[slot] = placement_group([self._bundle], strategy="STRICT_PACK")
+        now = time.monotonic()
+        if now - self._looked_at > _LOOK_INTERVAL_S:  # one question for all slots
+            self._looked_at = now
+            table = placement_group_table()
+            self._placed = {name for name, group in table.items() if group["state"] == "CREATED"}
+        return self._groups[slot].id.hex() in self._placed
+
+    def start(self, slot: int) -> None:
+        """Start the rank of a slot and its first exchange."""
+        strategy = PlacementGroupSchedulingStrategy(placement_group=self._groups[slot])
+        options = {**self._options, "scheduling_strategy": strategy}
+        self._actors[slot] = self._actor_class.options(**options).remote(self._spec)
+        self.exchange(slot, Orders())
+
+    def exchange(self, slot: int, orders: Orders) -> None:
+        """Begin the next exchange with a rank."""
+        self._exchanges[self._actors[slot].exchange.remote(orders)] = slot
+
+    def wait(self, timeout_s: float) -> list[tuple[int, RankReport | RankDied]]:
+        """The exchanges that came back."""
+        if not self._exchanges:
+            time.sleep(timeout_s)  # every slot waits for a place
+            return []
+        ready, _ = ray.wait(list(self._exchanges), num_returns=1, timeout=timeout_s)
+        also, _ = ray.wait(list(self._exchanges), num_returns=len(self._exchanges), timeout=0)
+        events: list[tuple[int, RankReport | RankDied]] = []
+        for reference in dict.fromkeys([*ready, *also]):
+            slot = self._exchanges.pop(reference)
+            try:
+                events.append((slot, ray.get(reference)))
+            except RayError as error:
+                events.append((slot, RankDied(str(error))))
+        return events
+
+    def kill(self, slot: int) -> None:
+        """End the rank of a slot at once, and give its place back."""
+        actor = self._actors.pop(slot, None)
+        self._exchanges = {ref: other for ref, other in self._exchanges.items() if other != slot}
+        if actor is not None:
+            ray.kill(actor)
+        group = self._groups.pop(slot, None)
+        if group is not None:
+            remove_placement_group(group)
+
+    def close(self) -> None:
+        """End every rank."""
+        for slot in {*self._actors, *self._groups}:
+            self.kill(slot)
+
+
+def _is_importable_elsewhere() -> bool:
+    """Whether a rank's process finds our packages by itself: installed, or uploaded with a Ray job."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        return True
+    try:
+        importlib.metadata.distribution("overnight")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
