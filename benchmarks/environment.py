@@ -20,13 +20,14 @@ def device_name() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, with + for uncommitted changes; "unknown" outside a checkout."""
-    root = Path(__file__).parent
+    """The checkout's commit, with + for uncommitted changes; "unknown" in a copy."""
+    root = Path(__file__).resolve().parents[1]
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout.strip()
 
-    name = git("rev-parse", "--short", "HEAD")
+    is_checkout = git("rev-parse", "--show-toplevel") == str(root)
+    name = git("rev-parse", "--short", "HEAD") if is_checkout else ""
     return (name + ("+" if git("status", "--porcelain") else "")) if name else "unknown"
 
 

@@ -85,8 +85,12 @@ class StageMarks:
             yield
 
 
-def measure_stages(marks: StageMarks, step: Callable[[], object], num_steps: int) -> dict[str, float]:
-    """Milliseconds a step that each stage keeps the device (or the CPU) busy; no gaps in it."""
+Times = dict[tuple[str, str], float]
+"""By stage and kernel; without a device the kernel is empty."""
+
+
+def measure_stages(marks: StageMarks, step: Callable[[], object], num_steps: int) -> Times:
+    """Milliseconds a step that kernels keep the device (or stages the CPU) busy; no gaps in it."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -98,18 +102,26 @@ def measure_stages(marks: StageMarks, step: Callable[[], object], num_steps: int
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return {stage: us / 1e3 / num_steps for stage, us in stage_times(events).items()}
+    return {key: us / 1e3 / num_steps for key, us in stage_times(events).items()}
 
 
-def stage_times(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Microseconds by stage of a Chrome trace's events."""
-    times, stages = _timeline([e for e in events if str(e.get("name")).startswith(_MARK) and _is_host(e)])
+def by_stage(times: Times) -> dict[str, float]:
+    """The sums over kernels."""
     total: dict[str, float] = defaultdict(float)
+    for (stage, _), value in times.items():
+        total[stage] += value
+    return dict(total)
+
+
+def stage_times(events: list[dict[str, Any]]) -> Times:
+    """Microseconds by stage and kernel of a Chrome trace's events."""
+    times, stages = _timeline([e for e in events if str(e.get("name")).startswith(_MARK) and _is_host(e)])
+    total: Times = defaultdict(float)
     kernels = [event for event in events if event.get("cat") in _ON_DEVICE]
     if not kernels:
         for begin, end, stage in zip(times, times[1:], stages, strict=False):
             if stage is not None:
-                total[stage] += end - begin
+                total[stage, ""] += end - begin
         return dict(total)
     launched = {
         event["args"]["correlation"]: event["ts"]
@@ -120,7 +132,7 @@ def stage_times(events: list[dict[str, Any]]) -> dict[str, float]:
         at = launched.get(kernel["args"].get("correlation"))
         place = -1 if at is None else bisect.bisect_right(times, at) - 1
         marked = stages[place] if place >= 0 else None
-        total[_stage_by_name(kernel["name"]) or marked or "rest"] += kernel["dur"]
+        total[_stage_by_name(kernel["name"]) or marked or "rest", kernel["name"]] += kernel["dur"]
     return dict(total)
 
 

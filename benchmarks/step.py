@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -22,10 +23,11 @@ from benchmarks.digests import digest
 from benchmarks.environment import describe, device_name
 from benchmarks.floors import FORMULAS, stage_floors_ms
 from benchmarks.model_dims import DIMS, num_buckets
-from benchmarks.stages import STAGES, StageMarks, measure_stages
+from benchmarks.stages import STAGES, StageMarks, Times, by_stage, measure_stages
 from benchmarks.step_rank import SimulatedRank, Workload
 
 PROFILED_STEPS = 2
+TOP_KERNELS = 15
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +105,7 @@ def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def measure(workload: Workload, num_steps: int, num_warm_up: int) -> tuple[SimulatedRank, dict[str, object]]:
+def measure(workload: Workload, num_steps: int, num_warm_up: int) -> tuple[SimulatedRank, dict[str, Any]]:
     """Build the rank, hash a step, time steps, profile others. Returns the figures and hashes."""
     started = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,10 +133,17 @@ def measure(workload: Workload, num_steps: int, num_warm_up: int) -> tuple[Simul
         "build_s": built - started,
         "first_step_s": first - built,
     }
-    stages = measure_stages(marks, lambda: (rank.step(), synchronize()), PROFILED_STEPS)
+    kernels = measure_stages(marks, lambda: (rank.step(), synchronize()), PROFILED_STEPS)
+    stages = by_stage(kernels)
     stages["gaps"] = max(0.0, figures["mean_step_ms"] - sum(stages.values()))
     figures |= {f"stage {stage} ms": stages.get(stage, 0.0) for stage in STAGES}
-    return rank, {"figures": figures, "hashes": hashes}
+    return rank, {"figures": figures, "kernels": top_kernels(kernels), "hashes": hashes}
+
+
+def top_kernels(kernels: Times) -> dict[str, float]:
+    """Those that take most of a step, named by their stage too."""
+    ordered = sorted(kernels.items(), key=lambda item: -item[1])[:TOP_KERNELS]
+    return {f"{stage}: {kernel[:60]}": ms for (stage, kernel), ms in ordered if kernel}
 
 
 def print_report(rank: SimulatedRank, figures: dict[str, float]) -> None:
@@ -188,6 +197,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(describe(), flush=True)
     rank, result = measure(workload, args.steps, args.warm_up)
     print_report(rank, result["figures"])
+    for name, ms in result["kernels"].items():
+        print(f"{name:92} {ms:9.3f} ms a step")
     facts = {"suite": "step", "device": device_name(), "workload": asdict(workload)}
     print(json.dumps(facts | result))
 

@@ -160,7 +160,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     engine = LLMEngine.build(config)
     requests = draw_requests(args, engine.runner.model_config.vocab_size)
+    started = time.perf_counter()
     warm_up(engine, requests)
+    print(f"warm-up, compiling included: {time.perf_counter() - started:.1f} s", flush=True)
     served, seconds = serve(engine, requests)
     figures = goodput_figures(served, seconds) | measure_short_prompts(config, args.short_prompts, args.seed)
     for name, value in figures.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.stages import stage_times
+from benchmarks.stages import by_stage, stage_times
 
 
 def mark(stage: str, ts: float, dur: float) -> dict[str, Any]:
@@ -43,7 +43,9 @@ def test_a_kernel_belongs_to_the_innermost_mark_at_its_launch() -> None:
         *kernel("a neighbour's", 8, 300, 128.0),
         {"ph": "X", "cat": "kernel", "name": "no launch", "ts": 0, "dur": 256, "args": {"correlation": 99}},
     ]
-    assert stage_times(events) == {
+    times = stage_times(events)
+    assert times["indexer scoring", "score_tiles_kernel"] == 8.0
+    assert by_stage(times) == {
         "rest": 1.0 + 64.0 + 128.0 + 256.0,
         "other attention": 2.0 + 16.0,
         "selection": 4.0,
@@ -53,4 +55,9 @@ def test_a_kernel_belongs_to_the_innermost_mark_at_its_launch() -> None:
 
 
 def test_without_a_device_marks_count_their_own_time() -> None:
-    assert stage_times(MARKS) == {"rest": 40.0, "other attention": 30.0, "selection": 10.0, "MoE": 20.0}
+    assert by_stage(stage_times(MARKS)) == {
+        "rest": 40.0,
+        "other attention": 30.0,
+        "selection": 10.0,
+        "MoE": 20.0,
+    }
