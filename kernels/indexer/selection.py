@@ -16,7 +16,7 @@ from kernels.indexer.selection_kernel import run_maxima_kernel, select_kernel
 
 RUN = 8
 """Values under one maximum."""
-LEAST_SCRATCH_BYTES = 32 << 20
+LEAST_SCRATCH_BYTES = 16 << 20
 
 
 def _run_maxima(values: Tensor, limits: Tensor, limit_factor: int, run: int) -> Tensor:

@@ -77,4 +77,4 @@ def test_scratch_bounds_a_tile() -> None:
         assert 1 <= rows_per_tile(num_bytes, 192 << 20) <= max((192 << 20) // num_bytes, 1)
     # The release's queries: 32 heads of 128.
     assert default_scratch_bytes(4096, 32 * 128) == 192 << 20
-    assert default_scratch_bytes(1, 32 * 128) == 32 << 20
+    assert default_scratch_bytes(1, 32 * 128) == 16 << 20
