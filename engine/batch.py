@@ -2,7 +2,7 @@
 
 All sequences of a step share one packed row axis. Every index a layer needs (which rows it runs,
 which window rows and ring slots they read, which compression groups they complete, where entries
-go) is computed here on the host, so that layers only gather. It never looks at activations.
+go) is computed here, from what the host knows, so that layers only gather. It never looks at activations.
 """
 
 from __future__ import annotations
@@ -235,23 +235,25 @@ class BatchInputs:
         return self._row_sets[key]
 
     def _build_window(self, rows: RowSet, output: RowSet, floors: np.ndarray) -> WindowInputs:
-        reach = self._window - 1
-        chunks = output.host_chunks
-        key = output.host_positions[:, None] - reach + np.arange(self._window)
-        in_ring = self._slots[chunks, None] * self._window + key % self._window
-        in_rows = self._num_states * self._window + rows.offset[chunks, None] + key - rows.first[chunks, None]
-        is_valid = key >= floors[chunks, None]
-        is_valid[output.num_rows :] = False
-        key_rows = np.where(key >= rows.first[chunks, None], in_rows, in_ring)
+        window = self._window
         n = rows.num_rows
         position, chunk = rows.host_positions[:n], rows.host_chunks[:n]
-        sources = np.flatnonzero(position >= self._ends[chunk] - self._window)
-        targets = self._slots[chunk[sources]] * self._window + position[sources] % self._window
+        sources = np.flatnonzero(position >= self._ends[chunk] - window)
+        targets = self._slots[chunk[sources]] * window + position[sources] % window
         return WindowInputs(
-            self._upload(np.where(is_valid, key_rows, -1).astype(np.int32)),
-            self._upload(sources),
-            self._upload(targets),
+            self._window_rows(rows, output, floors), self._upload(sources), self._upload(targets)
         )
+
+    def _window_rows(self, rows: RowSet, output: RowSet, floors: np.ndarray) -> Tensor:
+        """``WindowInputs.rows``; on the device, since the host would take longer than a layer does."""
+        window = self._window
+        in_rows = self._num_states * window + rows.offset - rows.first
+        facts = self._upload(np.stack([self._slots * window, in_rows, rows.first, floors]))
+        in_ring, in_own, first, floor = facts[:, output.chunks, None]
+        floor[output.num_rows :] = torch.iinfo(torch.int64).max
+        key = output.positions[:, None] + torch.arange(1 - window, 1, device=self.device)
+        key_rows = torch.where(key >= first, in_own + key, in_ring + key % window)
+        return torch.where(key >= floor, key_rows, -1).int()
 
     def _build_compress(self, rows: RowSet, ratio: int) -> CompressInputs:
         num_stored = ratio - 1
