@@ -38,8 +38,9 @@ class MoE:
         reader.raw(f"{prefix}.gate.bias_vl", (experts,))
 
         names = [f"{prefix}.experts.{expert}" for expert in range(experts)]
-        self._w13 = reader.experts(names, ("w1", "w3"), intermediate, hidden)
-        self._w2 = reader.experts(names, ("w2",), hidden, intermediate)
+        w13 = reader.experts(names, ("w1", "w3"), intermediate, hidden)
+        w2 = reader.experts(names, ("w2",), hidden, intermediate)
+        self._w13, self._w2 = ops.expert_weights(w13, w2, reader.dtype)
         shared = f"{prefix}.shared_experts"
         shared_w13 = reader.quantised([f"{shared}.w1", f"{shared}.w3"], intermediate, hidden)
         self._shared_w13 = QuantisedLinear(shared_w13, reader.dtype, ops)

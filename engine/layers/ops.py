@@ -27,7 +27,7 @@ from engine.errors import ConfigError
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from kernels.hyper_connections import SiteInput
 from kernels.indexer import SelectedEntries
-from kernels.moe import Routes
+from kernels.moe import ExpertWeight, Routes
 from kernels.number_formats import SCALE_BLOCK, QuantisedRows
 
 KernelImpl = Literal["triton", "torch"]
@@ -75,6 +75,12 @@ class Ops:
     def gate_weight(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
         """The same of a router's weight."""
         return moe.split_gate(gate) if self._splits_float32(dtype) else gate
+
+    def expert_weights(
+        self, w13: ExpertWeight, w2: ExpertWeight, dtype: torch.dtype
+    ) -> tuple[ExpertWeight, ExpertWeight]:
+        """A layer's routed experts in the form that this implementation multiplies by fastest."""
+        return moe.fastest_experts(w13, w2, dtype) if self.impl == "triton" else (w13, w2)
 
     def _splits_float32(self, dtype: torch.dtype) -> bool:
         return self.impl == "triton" and dtype == torch.bfloat16

@@ -1,4 +1,5 @@
 from kernels.moe.op import combine_experts, expert_mlp, swiglu
+from kernels.moe.prepared import can_prepare, fastest_experts, prepare_experts, restore_experts
 from kernels.moe.reference import (
     Routes,
     combine_experts_reference,
@@ -7,16 +8,21 @@ from kernels.moe.reference import (
     swiglu_reference,
 )
 from kernels.moe.routing import route_tokens, split_gate
-from kernels.moe.weights import ExpertWeight, Mxfp4Weight
+from kernels.moe.weights import ExpertWeight, Mxfp4Weight, PreparedMxfp4
 
 __all__ = [
     "ExpertWeight",
     "Mxfp4Weight",
+    "PreparedMxfp4",
     "Routes",
+    "can_prepare",
     "combine_experts",
     "combine_experts_reference",
     "expert_mlp",
     "expert_mlp_reference",
+    "fastest_experts",
+    "prepare_experts",
+    "restore_experts",
     "route_tokens",
     "route_tokens_reference",
     "split_gate",

@@ -46,6 +46,48 @@ def round_rows_kernel(
 
 
 @triton.jit
+def place_rows_kernel(
+    x_ptr, position_ptr, fp8_ptr, bf16_ptr, scale_ptr, stride_x_row,
+    WIDTH: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
+    IS_ROW: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_FP8: tl.constexpr, HAS_BF16: tl.constexpr,
+):  # fmt: skip
+    """One row, rounded, to the positions of its slots, columns in the order that prepared weights want.
+
+    With one scale a row the numbers go out without it, and it to ``scale`` [num_slots] fp32. On the GPU only:
+    the interpreter does not round its conversion to e4m3.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK // 32)[:, None, None]
+    second = tl.arange(0, 2)[None, :, None]
+    n = tl.arange(0, 16)[None, None, :]
+    is_in = (group < WIDTH // 32) & (second < 2) & (n < 16)
+    x_ptrs = x_ptr + row * stride_x_row + group * 32 + second * 16 + n
+    x = tl.load(x_ptrs, mask=is_in, other=0.0).to(tl.float32)
+    exponent = fp8_exponent(tl.max(tl.max(tl.abs(x), 2), 1))
+    if IS_ROW:
+        exponent = tl.zeros([BLOCK // 32], tl.int32) + tl.max(exponent, 0)
+    if IS_ROUNDED:
+        # A product with the power of two's reciprocal is exact, or so small that it rounds to zero.
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        codes = (x * inverse[:, None, None]).to(tl.float8e4nv)
+        x = codes.to(tl.float32)
+        if not IS_ROW:
+            x = x * e8m0_values(exponent)[:, None, None]
+    to_block = (group // 4) * 128 + (group % 4) * 16 + second * 64
+    for copy in tl.static_range(COPIES):
+        position = row * COPIES + copy
+        if COPIES > 1:
+            position = tl.load(position_ptr + position).to(tl.int64)
+        if HAS_FP8:
+            tl.store(fp8_ptr + position * WIDTH + to_block + n, codes, mask=is_in)
+        if HAS_BF16:
+            place = 8 * (n // 2 % 2) + 2 * (n // 4) + n % 2
+            tl.store(bf16_ptr + position * WIDTH + to_block + place, x.to(tl.bfloat16), mask=is_in)
+        if IS_ROW:
+            tl.store(scale_ptr + position, tl.max(e8m0_values(exponent), 0))
+
+
+@triton.jit
 def _load_weight(
     w_ptr, scale_ptr, row, is_row, k, DEPTH: tl.constexpr,
     OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, IS_FP4: tl.constexpr, DTYPE: tl.constexpr,

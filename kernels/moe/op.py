@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from kernels.argument_checks import FLOATS, expect_dense, expect_output, expect_tensor
+from kernels.moe.hopper_op import prepared_expert_mlp
 from kernels.moe.kernel import (
     combine_experts_kernel,
     expert_product_kernel,
@@ -20,7 +21,7 @@ from kernels.moe.kernel import (
 )
 from kernels.moe.reference import Routes
 from kernels.moe.routing import Plan, plan_slots
-from kernels.moe.weights import ExpertWeight, weight_shape
+from kernels.moe.weights import ExpertWeight, Mxfp4Weight, PreparedMxfp4, weight_shape
 from kernels.number_formats import SCALE_BLOCK, ActivationMode
 
 MODES = ("release", "row", "none")
@@ -49,6 +50,11 @@ def _expect_weight(name: str, weight: ExpertWeight, shape: tuple[int | None, int
     if isinstance(weight, Tensor):
         expect_tensor(name, weight, shape, (x.dtype,), like=x)
         return
+    if isinstance(weight, PreparedMxfp4):
+        if x.dtype != torch.bfloat16 or weight_shape(weight)[1:] != (outputs, inputs):
+            wanted = f"[{experts or 'any'}, {outputs}, {inputs}] for {x.dtype}"
+            raise ValueError(f"{name}: expected {wanted}, got prepared {weight_shape(weight)} for bfloat16")
+        return
     expect_tensor(f"{name}.values", weight.values, (experts, outputs, inputs // 2), (torch.uint8,), like=x)
     scales = (weight.values.shape[0], outputs, inputs // SCALE_BLOCK)
     expect_tensor(f"{name}.scales", weight.scales, scales, (torch.uint8,), like=x)
@@ -67,7 +73,13 @@ def _round_rows(x: Tensor, mode: ActivationMode) -> Tensor:
 
 
 def _product(
-    x: Tensor, weight: ExpertWeight, plan: Plan, routes: Routes, out: Tensor, limit: float, is_gated: bool
+    x: Tensor,
+    weight: Tensor | Mxfp4Weight,
+    plan: Plan,
+    routes: Routes,
+    out: Tensor,
+    limit: float,
+    is_gated: bool,
 ) -> None:
     """One grouped product into ``out``; see ``expert_product_kernel``."""
     depth, width = x.shape[1], out.shape[-1]
@@ -99,7 +111,8 @@ def expert_mlp(
         routes: expert ids [num_rows, top_k] int64, all of them experts of the weights, and slot weights
             [num_rows, top_k] fp32.
         w13: [num_experts, 2 * intermediate, hidden], the gate's rows first; w2: [num_experts, hidden,
-            intermediate]; each mxfp4 or of the dtype of ``x``. Both depths are multiples of 32.
+            intermediate]; each mxfp4 or of the dtype of ``x``, or both from ``prepare_experts`` (the first
+            gated; on Hopper, for bfloat16 rows). Both depths are multiples of 32.
         limit: clamp of the activation.
         mode: how the input of each product is rounded.
         out: where to write; None allocates.
@@ -116,6 +129,8 @@ def expert_mlp(
     intermediate = double // 2
     _expect_weight("w13", w13, (None, 2 * intermediate, width), x)
     _expect_weight("w2", w2, (experts, width, intermediate), x)
+    if isinstance(w13, PreparedMxfp4) != isinstance(w2, PreparedMxfp4):
+        raise ValueError(f"w2: expected prepared like w13, got {type(w13).__name__} and {type(w2).__name__}")
     if width % SCALE_BLOCK or intermediate % SCALE_BLOCK:
         raise ValueError(f"w13: expected depths of whole {SCALE_BLOCK}s, got {width} and {intermediate}")
     if mode not in MODES:
@@ -128,6 +143,11 @@ def expert_mlp(
     expect_dense("out", out)
     if num_rows == 0:
         return out
+    if isinstance(w13, PreparedMxfp4) and isinstance(w2, PreparedMxfp4):
+        prepared_expert_mlp(x, routes, w13, w2, limit, mode, out)
+        return out
+    assert not isinstance(w13, PreparedMxfp4)
+    assert not isinstance(w2, PreparedMxfp4)
     plan = plan_slots(ids, experts, choose_config(width, intermediate, x.dtype).rows)
     rows = x if mode == "none" else _round_rows(x, mode)
     hidden = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)

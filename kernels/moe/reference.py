@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.linear import linear_reference
-from kernels.moe.weights import ExpertWeight, expert_matrix, weight_shape
+from kernels.moe.prepared import expert_matrix
+from kernels.moe.weights import ExpertWeight, weight_shape
 from kernels.number_formats import ActivationMode, dequantise_activations, quantise_activations_reference
 from kernels.tree_sum import tree_sum
 from kernels.whole_vectors import on_whole_vectors

@@ -128,8 +128,9 @@ def plan_slots(expert_ids: Tensor, num_experts: int, tile: int) -> Plan:
     """
     num_slots = expert_ids.numel()
     num_blocks = triton.cdiv(num_slots, SLOT_BLOCK)
-    # Every tile but an expert's last is full.
-    max_tiles = num_slots // tile + min(num_experts, num_slots)
+    # Every tile but an expert's last is full. A multiple of 16, because a kernel is compiled once for such
+    # numbers and once for others.
+    max_tiles = triton.cdiv(num_slots // tile + min(num_experts, num_slots), 16) * 16
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=expert_ids.device)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gate_product_kernel(
     x_ptr, gate_ptr, partial_ptr, num_rows, stride_x_row,
     WIDTH: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_PIECES: tl.constexpr, PART: tl.constexpr,
@@ -60,7 +60,7 @@ def _sqrt_softplus(z):
     return tl.sqrt_rn(tl.maximum(z, 0.0) + 2.0 * s * series)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def choose_experts_kernel(
     partial_ptr, bias_ptr, ids_ptr, weights_ptr, num_rows, routed_scale,
     NUM_EXPERTS: tl.constexpr, NUM_PARTS: tl.constexpr, TOP_K: tl.constexpr,
@@ -94,7 +94,7 @@ def choose_experts_kernel(
     tl.store(weights_ptr + row * TOP_K + place, weights, mask=place < TOP_K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def count_slots_kernel(
     ids_ptr, counts_ptr, ranks_ptr, num_slots,
     NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
@@ -127,7 +127,7 @@ def _count_up_to(counts_ptr, last, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK:
     return before, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_blocks", "max_tiles"])
 def place_slots_kernel(
     ids_ptr, counts_ptr, ranks_ptr, order_ptr, position_ptr, tiles_ptr, num_slots, num_blocks, max_tiles,
     NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ALL_EXPERTS: tl.constexpr,

@@ -8,11 +8,13 @@ from torch import Tensor
 from kernels.moe import (
     ExpertWeight,
     Mxfp4Weight,
+    PreparedMxfp4,
     Routes,
     combine_experts,
     combine_experts_reference,
     expert_mlp,
     expert_mlp_reference,
+    prepare_experts,
     route_tokens,
     route_tokens_reference,
     split_gate,
@@ -93,26 +95,49 @@ def expert_inputs(
 
 
 def expert_weight(inputs: Inputs, name: str) -> ExpertWeight:
-    return inputs[name] if name in inputs else Mxfp4Weight(inputs[f"{name}_values"], inputs[f"{name}_scales"])
+    if name in inputs:
+        return inputs[name]
+    if f"{name}_bases" in inputs:
+        return PreparedMxfp4(*(inputs[f"{name}_{field}"] for field in PreparedMxfp4._fields))
+    return Mxfp4Weight(inputs[f"{name}_values"], inputs[f"{name}_scales"])
 
 
 def expert_case(
-    name: str, mode: ActivationMode, *, row_counts: tuple[int, ...] = (1, 2, 3, 5, 16, 17, 64, 257), **shape
+    name: str,
+    mode: ActivationMode,
+    *,
+    is_prepared: bool = False,
+    row_counts: tuple[int, ...] = (1, 2, 3, 5, 16, 17, 64, 257),
+    **shape,
 ) -> OpCase:  # type: ignore[no-untyped-def]
     """``expert_mlp`` on one shape."""
     dtype = shape["dtype"]
 
-    def arguments(i: Inputs) -> tuple[Tensor, Routes, ExpertWeight, ExpertWeight]:
-        return i["x"], Routes(i["ids"], i["weights"]), expert_weight(i, "w13"), expert_weight(i, "w2")
+    def arguments(i: Inputs, name: str = "") -> tuple[Tensor, Routes, ExpertWeight, ExpertWeight]:
+        routes = Routes(i["ids"], i["weights"])
+        return i["x"], routes, expert_weight(i, f"{name}w13"), expert_weight(i, f"{name}w2")
+
+    def build(seed: int, device: torch.device) -> Inputs:
+        i = expert_inputs(seed, device, **shape)
+        if is_prepared:
+            for weight, is_gated in (("w13", True), ("w2", False)):
+                prepared = prepare_experts(expert_weight(i, weight), is_gated=is_gated)
+                i |= {f"prepared_{weight}_{k}": v for k, v in prepared._asdict().items()}
+        return i
 
     return OpCase(
         name=f"experts-{name}-{mode}",
-        build=lambda seed, device: expert_inputs(seed, device, **shape),
+        build=build,
         row_inputs=("x", "ids", "weights"),
         outputs=lambda i, n: {
             "out": torch.empty(n, shape["top_k"], shape["hidden"], dtype=dtype, device=i["x"].device)
         },
-        run=lambda i, out: expert_mlp(*arguments(i), limit=2.0, mode=mode, out=out["out"][: len(i["x"])]),
+        run=lambda i, out: expert_mlp(
+            *arguments(i, "prepared_" if is_prepared else ""),
+            limit=2.0,
+            mode=mode,
+            out=out["out"][: len(i["x"])],
+        ),
         reference=lambda i: {"out": expert_mlp_reference(*arguments(i), limit=2.0, mode=mode)},
         tolerances={"out": ROUNDED[dtype] if mode != "none" else FP32 if dtype == torch.float32 else BF16},
         row_counts=row_counts,
@@ -216,6 +241,7 @@ def elementwise_cases(suffix: str, num_rows: int, width: int, dtype: torch.dtype
 
 SMALL = {"num_rows": 9, "hidden": 96, "intermediate": 32, "num_experts": 5, "top_k": 2}
 MIDDLE = {"num_rows": 300, "hidden": 256, "intermediate": 96, "num_experts": 16, "top_k": 6}
+TILED = {"num_rows": 700, "hidden": 512, "intermediate": 256, "num_experts": 8, "top_k": 4}
 FEW = (1, 4)
 CASES = [
     expert_case("fp32", "none", **SMALL, dtype=torch.float32, is_fp4=False, row_counts=FEW),
@@ -228,6 +254,23 @@ CASES = [
     *[
         expert_case("fp4-bf16", mode, **MIDDLE, dtype=torch.bfloat16, is_fp4=True)
         for mode in ("release", "row", "none")
+    ],
+    *[
+        expert_case("prepared", mode, **TILED, dtype=torch.bfloat16, is_fp4=True, is_prepared=True)
+        for mode in ("release", "row", "none")
+    ],
+    *[
+        expert_case(
+            f"wide-{spread}",
+            "row",
+            **TILED,
+            dtype=torch.bfloat16,
+            is_fp4=True,
+            is_prepared=True,
+            spread=spread,
+            row_counts=(1, 64, 257),
+        )
+        for spread in (11, 30)
     ],
     route_case("fp32", 23, 96, 7, 3, torch.float32, False),
     route_case("pieces", 300, 256, 16, 4, torch.bfloat16, False),

@@ -7,16 +7,22 @@ import torch
 
 from kernels.moe import (
     Routes,
+    can_prepare,
     combine_experts,
     expert_mlp,
+    fastest_experts,
+    prepare_experts,
+    restore_experts,
     route_tokens,
     split_gate,
     swiglu,
 )
+from kernels.moe.hopper_op import choose_box
 from kernels.moe.op import choose_config
 from kernels.moe.routing import choose_gate_config, plan_slots
+from kernels.number_formats import dequantise_mxfp4_weight
 from tests.kernels.contract import Gate, OpCase, contract_device, contract_params, equal_bytes
-from tests.kernels.moe_cases import CASES, SMALL, expert_inputs, expert_weight, uneven_ids
+from tests.kernels.moe_cases import CASES, SMALL, expert_inputs, expert_weight, random_mxfp4, uneven_ids
 
 
 @pytest.mark.parametrize(("case", "gate"), contract_params(CASES))
@@ -44,6 +50,7 @@ def test_slots_are_sorted_stably_and_cut_into_tiles(
         start += count
     assert plan.tiles[: len(wanted)].tolist() == wanted
     assert (plan.tiles[len(wanted) :, 0] == -1).all()
+    assert len(plan.tiles) % 16 == 0
 
 
 def test_equal_scores_go_to_the_lowest_ids() -> None:
@@ -63,6 +70,7 @@ def test_pieces_add_up_to_the_gate() -> None:
 
 
 def test_tiles_follow_from_shapes_alone() -> None:
+    assert [choose_box(n) for n in (1, 64, 65, 4096)] == [16, 16, 64, 64]
     assert choose_config(5120, 2304, torch.bfloat16).rows == 64
     assert choose_config(96, 32, torch.float32) == (16, 32, 32, 4, 1)
     assert choose_gate_config(384, 5120, torch.bfloat16) == (64, 128, 128, 1024)
@@ -102,3 +110,42 @@ def test_a_wrong_argument_is_named(name, change) -> None:  # type: ignore[no-unt
             limit=1.0,
             mode="row",
         )
+
+
+@pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "plain"])
+def test_prepared_weights_are_the_same_numbers(is_gated: bool) -> None:
+    g = torch.Generator().manual_seed(3)
+    weight = random_mxfp4(g, (3, 256, 256))
+    weight.values[1, 7, 16:32] = 0x80  # a group of zeros, whose scale means nothing
+    weight.scales[1, 7, 1] = 2
+    weight.scales[2, 200, 3] -= 20
+    prepared = prepare_experts(weight, is_gated=is_gated)
+    assert prepared.has_wide
+    assert prepared.is_wide.sum() == 1
+    assert prepared.is_wide[2, 1]
+    for expert in range(3):
+        restored = restore_experts(prepared, expert)
+        assert equal_bytes(restored.values[0], weight.values[expert])
+        got, wanted = (
+            dequantise_mxfp4_weight(v, s)
+            for v, s in (
+                (restored.values[0], restored.scales[0]),
+                (weight.values[expert], weight.scales[expert]),
+            )
+        )
+        assert equal_bytes(got, wanted)
+
+
+def test_only_whole_tiles_are_prepared() -> None:
+    bf16, hopper = torch.bfloat16, (9, 0)
+    assert can_prepare((96, 4608, 5120), bf16, hopper)
+    assert can_prepare((96, 5120, 2304), bf16, hopper)
+    assert not can_prepare((96, 5120, 2304), torch.float32, hopper)
+    assert not can_prepare((96, 5120, 2304), bf16, (8, 0))
+    assert not can_prepare((96, 5120, 2304), bf16, None)
+    assert not can_prepare((4, 192, 256), bf16, hopper)
+    assert not can_prepare((4, 256, 128), bf16, hopper)
+    weight = random_mxfp4(torch.Generator().manual_seed(0), (1, 64, 256))
+    assert fastest_experts(weight, weight, bf16) == (weight, weight)
+    with pytest.raises(ValueError, match=r"^weight: expected whole tiles"):
+        prepare_experts(weight, is_gated=False)
