@@ -1,5 +1,8 @@
 """What does row invariance cost? The engine's products as they are, against the library's free choice.
 
+``--kernels``: the fp8 kernels instead, as their tiles are chosen, against the best tiles for each number of
+rows and against the library, which may also split a sum as it likes.
+
 First every dense product of a layer at the release's dimensions, by row count: cut into padded tiles
 of one shape (ours) against one call on exactly the rows there are (free). Then a whole engine on the
 example model, with the same swap: generated tokens a second.
@@ -21,7 +24,8 @@ from torch import Tensor
 from benchmarks.environment import describe
 from engine import EngineConfig, Request, SamplingParams
 from engine.llm_engine import LLMEngine
-from kernels.linear import linear_reference
+from kernels.linear import TALL_TILES, HopperConfig, fp8_linear, linear_reference
+from kernels.number_formats import quantise_activations
 
 USERS = (
     "kernels.linear",
@@ -73,6 +77,35 @@ def compare_products(dtype: torch.dtype, device: torch.device, row_counts: list[
         print(f"{name:>10}" + "".join(f"{cell:>24}" for cell in cells))
 
 
+def compare_kernels(row_counts: list[int]) -> None:
+    """Needs a Hopper GPU. Weights take turns, so that none is found in the cache."""
+    # Its cases need the tests' packages, which a plain installation lacks.
+    from benchmarks.kernels.bench_linear import CACHE_BYTES, LARGE, in_turn, random_weight, rows_of, scaled_mm
+    from benchmarks.kernels.captured import LAUNCHES, captured_ms
+
+    tiles = [HopperConfig(64, 16, 16, 8), HopperConfig(64, 64, 12, 8), *TALL_TILES]
+    print("fp8 kernels: microseconds ours / best tiles (ratio), library (ratio)")
+    for name, (inputs, outputs) in (SHAPES | LARGE).items():
+        count = min(LAUNCHES, 1 + CACHE_BYTES // (inputs * outputs))
+        weights = [random_weight(inputs, outputs, seed) for seed in range(count)]
+        for rows in row_counts:
+            x = quantise_activations(rows_of(rows, inputs), mode="row")
+            ours = in_turn([lambda w=w, x=x: fp8_linear(x, w, dtype=torch.bfloat16) for w in weights])
+            chosen = captured_ms(ours, 0.1) * 1e3
+            times = [chosen]
+            for tile in tiles:
+                # A tile far from the rows there are is hopeless, and slow to measure.
+                if rows / 8 <= tile.block_rows <= 4 * rows or tile.block_rows == 256:
+                    with patch("kernels.linear.op.choose_hopper_config", lambda *_, tile=tile: tile):
+                        times.append(captured_ms(ours, 0.1) * 1e3)
+            library = captured_ms(in_turn([scaled_mm(rows_of(rows, inputs), w) for w in weights]), 0.1) * 1e3
+            print(
+                f"{name:>10} {rows:>6}: {chosen:8.1f} / {min(times):8.1f} ({chosen / min(times):4.2f}), "
+                f"{library:8.1f} ({chosen / library:4.2f})",
+                flush=True,
+            )
+
+
 def engine_tokens_per_s(model: str, dtype: str, num_requests: int) -> float:
     """Generated tokens a second of a bare engine after its first step."""
     config = EngineConfig(model=model, dtype=dtype, max_num_seqs=num_requests, enable_prefix_caching=False)
@@ -94,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="examples/bard/model")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--kernels", action="store_true", help="the fp8 kernels, on a Hopper GPU")
     parser.add_argument("--rows", default="1,3,16,64,257,1024")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,6 +135,9 @@ def main() -> None:
         torch.set_num_threads(1)
     print(describe())
     row_counts = [int(rows) for rows in args.rows.split(",")]
+    if args.kernels:
+        compare_kernels(row_counts)
+        return
     compare_products(getattr(torch, args.dtype), device, row_counts)
     print("whole engine, generated tokens a second: ours / free (ours of free)")
     for num_requests in (1, 16, 64):

@@ -6,11 +6,23 @@ from kernels.linear.reference import (
     head_logits_reference,
     linear_reference,
 )
-from kernels.linear.tiles import choose_config, choose_sum_order
+from kernels.linear.scales import align_scales
+from kernels.linear.tiles import (
+    TALL_TILES,
+    HopperConfig,
+    choose_config,
+    choose_hopper_config,
+    choose_sum_order,
+    runs_on_hopper_kernel,
+)
 
 __all__ = [
+    "TALL_TILES",
     "Fp8Weight",
+    "HopperConfig",
+    "align_scales",
     "choose_config",
+    "choose_hopper_config",
     "choose_sum_order",
     "fp8_linear",
     "fp8_linear_reference",
@@ -20,4 +32,5 @@ __all__ = [
     "head_logits_reference",
     "linear",
     "linear_reference",
+    "runs_on_hopper_kernel",
 ]

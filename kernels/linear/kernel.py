@@ -156,3 +156,19 @@ def widen_rows_kernel(
     scale = tl.load(scales_ptr + row * (WIDTH // GROUP) + column // GROUP, mask=is_in, other=0)
     wide = e4m3_values(codes) * e8m0_values(scale)
     tl.store(out_ptr + row * WIDTH + column, wide.to(out_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def widen_weight_kernel(
+    values_ptr, scales_ptr, out_ptr, num_rows,
+    WIDTH: tl.constexpr, NUM_SCALES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row of tiles of an fp8 weight times their scales; exact in bfloat16."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    codes = tl.load(values_ptr + row[:, None] * WIDTH + column[None, :], mask=is_in, other=0)
+    scale_ptrs = scales_ptr + tl.program_id(0).to(tl.int64) * NUM_SCALES + column // ROWS
+    scale = e8m0_values(tl.load(scale_ptrs, mask=column < WIDTH, other=0))
+    wide = e4m3_values(codes) * scale[None, :]
+    tl.store(out_ptr + row[:, None] * WIDTH + column[None, :], wide.to(out_ptr.dtype.element_ty), mask=is_in)

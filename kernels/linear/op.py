@@ -5,15 +5,28 @@ It knows how operands are stored; not what the layer is part of.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.argument_checks import FLOATS, expect_output, expect_tensor
-from kernels.linear.kernel import linear_kernel, sum_parts_kernel, widen_rows_kernel
+from kernels.linear.hopper import hopper_linear_kernel
+from kernels.linear.kernel import linear_kernel, sum_parts_kernel, widen_rows_kernel, widen_weight_kernel
 from kernels.linear.reference import Fp8Weight
-from kernels.linear.tiles import FEW_ROWS, SLICE, Product, choose_config, choose_sum_order
+from kernels.linear.tiles import (
+    FEW_ROWS,
+    SLICE,
+    Product,
+    choose_config,
+    choose_hopper_config,
+    choose_sum_order,
+    runs_on_hopper_kernel,
+)
 from kernels.number_formats import QuantisedRows
 
 E4M3 = (torch.float8_e4m3fn,)
@@ -154,6 +167,13 @@ def _product_of(x: Tensor, weight: Tensor) -> Product:
     return "fp32" if torch.float32 in (x.dtype, weight.dtype) else "bf16"
 
 
+@functools.cache
+def _processor(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability and number of multiprocessors."""
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
 def _launch(
     x: Tensor,
     row_scales: Tensor | None,
@@ -163,11 +183,74 @@ def _launch(
     *,
     num_groups: int,
 ) -> Tensor:
-    """One launch where rows abound or the sum has one part; else one for the parts and one for their sum."""
     num_rows, num_out = out.shape
     if num_rows == 0 or num_out == 0:
         return out
-    group_out, in_features, product = num_out // num_groups, weight.shape[1], _product_of(x, weight)
+    product = _product_of(x, weight)
+    capability = _processor(x.device)[0] if x.is_cuda else (0, 0)
+    is_wide = out.dtype == torch.bfloat16 and runs_on_hopper_kernel(
+        num_out // num_groups, weight.shape[1], num_groups, product, capability
+    )
+    if is_wide and product == "bf16" and scales is not None:
+        # Few rows are bound by reading the weight: it is widened in the product. Else once, before it.
+        is_wide = num_rows > FEW_ROWS
+        if is_wide:
+            weight, scales = _widen_weight(weight, scales), None
+    if is_wide:
+        return _launch_hopper(x, row_scales, weight, scales, out, num_groups)
+    return _launch_plain(x, row_scales, weight, scales, out, num_groups, product)
+
+
+def _widen_weight(values: Tensor, scales: Tensor) -> Tensor:
+    num_out, width = values.shape
+    wide = torch.empty((num_out, width), dtype=torch.bfloat16, device=values.device)
+    widen_weight_kernel[(triton.cdiv(num_out, SLICE), triton.cdiv(width, 256))](
+        values.view(torch.uint8), scales, wide, num_out,
+        WIDTH=width, NUM_SCALES=scales.shape[1], ROWS=SLICE, BLOCK=256, num_warps=8,
+    )  # fmt: skip
+    return wide
+
+
+def _launch_hopper(
+    x: Tensor,
+    row_scales: Tensor | None,
+    weight: Tensor,
+    scales: Tensor | None,
+    out: Tensor,
+    num_groups: int,
+) -> Tensor:
+    (num_rows, num_out), in_features = out.shape, weight.shape[1]
+    for name, operand in (("x", x), ("weight", weight), ("out", out)):
+        if operand.stride(0) * operand.element_size() % 16 or operand.data_ptr() % 16:
+            raise ValueError(
+                f"{name}: expected rows that start at multiples of 16 bytes, got {operand.stride()}"
+            )
+    num_processors = _processor(out.device)[1]
+    config = choose_hopper_config(num_out, num_rows, num_processors)
+    block_in = 128 // x.element_size()
+    bits = 8 * x.element_size()
+    operand_layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+    out_layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    tiles = triton.cdiv(num_out, config.block_out) * triton.cdiv(num_rows, config.block_rows)
+    # Programs take tiles in turn, so their number is no part of any result.
+    hopper_linear_kernel[(min(tiles, num_processors),)](
+        TensorDescriptor.from_tensor(x, [config.block_rows, block_in], operand_layout),
+        TensorDescriptor.from_tensor(weight, [config.block_out, block_in], operand_layout),
+        TensorDescriptor.from_tensor(out, [config.block_rows, 64], out_layout),
+        None if scales is None else scales.view(torch.int32), row_scales, num_rows,
+        OUT=num_out, K_TILES=in_features // block_in, GROUP_OUT=num_out // num_groups,
+        STAGES=config.num_stages, BAND=config.band, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _launch_plain(
+    x: Tensor, row_scales: Tensor | None, weight: Tensor, scales: Tensor | None, out: Tensor, num_groups: int,
+    product: Product,
+) -> Tensor:  # fmt: skip
+    """One launch where rows abound or the sum has one part; else one for the parts and one for their sum."""
+    num_rows, num_out = out.shape
+    group_out, in_features = num_out // num_groups, weight.shape[1]
     order = choose_sum_order(group_out, in_features, num_groups, product)
     config = choose_config(group_out, num_rows, product)
     is_partial = order.num_splits > 1 and num_rows <= FEW_ROWS

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import triton
 
+HOPPER = (9, 0)
 Product = Literal["fp32", "bf16", "fp8"]
 """What the operands are when they are multiplied."""
 SLICE = 32
@@ -16,6 +17,8 @@ FEW_ROWS = 64
 NUM_PROGRAMS = 256
 MIN_PART_SLICES = 16
 MAX_SPLITS = 8
+SHORT_TILE_LOSS = 32
+"""What a tile costs beside its rows, in rows: a short tile reads more for each product."""
 
 
 class SumOrder(NamedTuple):
@@ -37,12 +40,16 @@ class LinearConfig(NamedTuple):
 
 
 def choose_sum_order(group_out: int, in_features: int, num_groups: int, product: Product) -> SumOrder:
-    """Parts enough that few rows keep the device busy, each long enough to hide its start."""
+    """Parts enough that few rows keep the device busy, each long enough to hide its start.
+
+    Products of 64 outputs and more on tensor cores have one part: their tiles are enough.
+    """
     slices = max(1, -(-in_features // SLICE))
     tiles = num_groups * -(-group_out // 64)
     num_splits = 1
     while (
-        num_splits < MAX_SPLITS
+        (product == "fp32" or group_out < 64)
+        and num_splits < MAX_SPLITS
         and tiles * num_splits < NUM_PROGRAMS
         and slices % (2 * num_splits) == 0
         and slices // (2 * num_splits) >= MIN_PART_SLICES
@@ -61,5 +68,42 @@ def choose_config(group_out: int, num_rows: int, product: Product) -> LinearConf
     if product == "fp32":
         return LinearConfig(min(32, narrow), 32, 4, 2, 8)
     if num_rows <= FEW_ROWS or narrow < 64:
-        return LinearConfig(min(64, narrow), 16 if num_rows <= 16 else 64, 4, 4, 8)
+        return LinearConfig(min(64, narrow), 16 if num_rows <= 16 else 64, 4, 6, 8)
     return LinearConfig(min(128, narrow), 128, 8, 3, 8)
+
+
+class HopperConfig(NamedTuple):
+    """Tiles of one launch of the Hopper kernel."""
+
+    block_out: int
+    block_rows: int
+    num_stages: int
+    band: int
+
+
+def runs_on_hopper_kernel(
+    group_out: int, in_features: int, num_groups: int, product: Product, capability: tuple[int, int]
+) -> bool:
+    """Whether the device has the instructions and the weight is made of whole tiles; nothing else decides."""
+    width = {"fp32": 0, "bf16": 64, "fp8": 128}[product]
+    whole_out = 64 if num_groups == 1 else 128
+    return capability == HOPPER and width > 0 and in_features % width == 0 and group_out % whole_out == 0
+
+
+TALL_TILES = (HopperConfig(128, 256, 3, 8), HopperConfig(128, 128, 5, 8))
+
+
+def choose_hopper_config(num_out: int, num_rows: int, num_processors: int) -> HopperConfig:
+    """Few rows: narrow tiles, much ahead. Else tall tiles, unless short ones fill the last turn better.
+
+    No choice changes a sum: each output is one chain over all inputs, of one family of instructions.
+    """
+    if num_rows <= FEW_ROWS:
+        return HopperConfig(64, 16, 16, 8) if num_rows <= 16 else HopperConfig(64, 64, 12, 8)
+    out_tiles = -(-num_out // 128)
+
+    def cost(block_rows: int) -> float:
+        turns = -(-out_tiles * -(-num_rows // block_rows) // num_processors)
+        return turns * (block_rows + SHORT_TILE_LOSS)
+
+    return min(TALL_TILES, key=lambda tile: cost(tile.block_rows))

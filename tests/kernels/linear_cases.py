@@ -31,11 +31,11 @@ NUM_GROUPS = 4
 
 def fp8_weight(out_features: int, in_features: int, g: torch.Generator, device: torch.device) -> Fp8Weight:
     """Codes and scales as the release has them: a tile's largest value fills the format."""
-    wide = torch.randn(out_features, in_features, generator=g) / in_features**0.5
-    wide *= torch.exp2(torch.randn(out_features, 1, generator=g) / 2)
+    wide = torch.randn(out_features, in_features, generator=g, device=g.device) / in_features**0.5
+    wide *= torch.exp2(torch.randn(out_features, 1, generator=g, device=g.device) / 2)
     rows, columns = -(-out_features // 32), -(-in_features // 32)
-    padded = torch.zeros(rows * 32, columns * 32)
-    padded[:out_features, :in_features] = wide
+    padding = (0, columns * 32 - in_features, 0, rows * 32 - out_features)
+    padded = torch.nn.functional.pad(wide, padding)
     amax = padded.view(rows, 32, columns, 32).abs().amax((1, 3)).clamp_min(1e-4)
     exponents = torch.ceil(torch.log2(amax / 448)).to(torch.int32) + 127
     scales = torch.exp2(exponents.float() - 127).repeat_interleave(32, 0).repeat_interleave(32, 1)

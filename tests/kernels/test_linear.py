@@ -7,14 +7,17 @@ import torch
 
 from kernels.linear import (
     Fp8Weight,
+    align_scales,
     choose_config,
+    choose_hopper_config,
     choose_sum_order,
     fp8_linear,
     grouped_linear,
     head_logits,
     linear,
+    runs_on_hopper_kernel,
 )
-from kernels.number_formats import QuantisedRows
+from kernels.number_formats import QuantisedRows, dequantise_fp8_weight
 from tests.kernels.contract import Gate, OpCase, contract_device, contract_params
 from tests.kernels.linear_cases import CASES
 
@@ -62,3 +65,37 @@ def test_a_wrong_argument_is_named() -> None:
         grouped_linear(x, weight, num_groups=3)
     with pytest.raises(ValueError, match=r"^dtype: expected"):
         fp8_linear(x, Fp8Weight(values, torch.zeros(1, 2, dtype=torch.uint8)), dtype=torch.float16)
+
+
+def test_aligned_scales_keep_every_value() -> None:
+    """Rows of tiles whose scales differ by a little, tiles of zeros, and a tile that cannot move."""
+    g = torch.Generator().manual_seed(5)
+    values = (torch.randn(70, 160, generator=g) * 60).to(torch.float8_e4m3fn)
+    values[:32, 32:64] = 0
+    values[32:64, :32] = 2.0**-9
+    scales = torch.randint(118, 122, (3, 5), generator=g, dtype=torch.uint8)
+    scales[0, 1], scales[1, 0] = 0, 100
+    weight = Fp8Weight(values, scales)
+    aligned = align_scales(weight)
+    assert torch.equal(dequantise_fp8_weight(*aligned), dequantise_fp8_weight(*weight))
+    assert aligned.values.shape == values.shape
+    spread = [len(set(row)) for row in aligned.scales.tolist()]
+    assert spread[0] < len(set(scales[0].tolist()))
+    assert aligned.scales[1, 0] != aligned.scales[1, 1]
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 65, 300, 4096, 8192])
+def test_tiles_fit_in_shared_memory(num_rows: int) -> None:
+    for num_out in (64, 512, 1280, 5120, 32768):
+        config = choose_hopper_config(num_out, num_rows, 132)
+        stages = config.num_stages * 128 * (config.block_out + config.block_rows)
+        assert stages + 2 * config.block_out * config.block_rows + 2048 <= 227 * 1024
+
+
+def test_only_the_weights_shape_chooses_the_kernel() -> None:
+    assert runs_on_hopper_kernel(5120, 8192, 1, "fp8", (9, 0))
+    assert runs_on_hopper_kernel(1024, 4096, 8, "bf16", (9, 0))
+    assert not runs_on_hopper_kernel(5120, 8192, 1, "fp8", (10, 0))
+    assert not runs_on_hopper_kernel(5120, 8160, 1, "fp8", (9, 0))
+    assert not runs_on_hopper_kernel(64, 4096, 8, "bf16", (9, 0))
+    assert not runs_on_hopper_kernel(512, 5120, 1, "fp32", (9, 0))
