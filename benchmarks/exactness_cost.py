@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.environment import describe
 from engine import EngineConfig, Request, SamplingParams
 from engine.llm_engine import LLMEngine
-from kernels.linear import TALL_TILES, HopperConfig, fp8_linear, linear_reference
+from kernels.linear import HOPPER_TILES, HopperConfig, fp8_linear, linear_reference
 from kernels.number_formats import quantise_activations
 
 USERS = (
@@ -83,7 +83,7 @@ def compare_kernels(row_counts: list[int]) -> None:
     from benchmarks.kernels.bench_linear import CACHE_BYTES, LARGE, in_turn, random_weight, rows_of, scaled_mm
     from benchmarks.kernels.captured import LAUNCHES, captured_ms
 
-    tiles = [HopperConfig(64, 16, 16, 8), HopperConfig(64, 64, 12, 8), *TALL_TILES]
+    tiles = [*HOPPER_TILES, HopperConfig(128, 256, 3, 8)]
     print("fp8 kernels: microseconds ours / best tiles (ratio), library (ratio)")
     for name, (inputs, outputs) in (SHAPES | LARGE).items():
         count = min(LAUNCHES, 1 + CACHE_BYTES // (inputs * outputs))

@@ -8,7 +8,7 @@ from kernels.linear.reference import (
 )
 from kernels.linear.scales import align_scales
 from kernels.linear.tiles import (
-    TALL_TILES,
+    HOPPER_TILES,
     HopperConfig,
     choose_config,
     choose_hopper_config,
@@ -17,7 +17,7 @@ from kernels.linear.tiles import (
 )
 
 __all__ = [
-    "TALL_TILES",
+    "HOPPER_TILES",
     "Fp8Weight",
     "HopperConfig",
     "align_scales",

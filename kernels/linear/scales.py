@@ -23,8 +23,8 @@ def align_scales(weight: Fp8Weight) -> Fp8Weight:
     tiles = _tiles(weight.values)
     exponents = weight.scales.to(torch.int32)
     room = torch.zeros_like(exponents)
-    for shift in range(1, MAX_SHIFT + 1):
-        room[_shifted(tiles, torch.full_like(exponents, shift))[1]] = shift
+    for step in range(1, MAX_SHIFT + 1):
+        room[_shifted(tiles, torch.full_like(exponents, step))[1]] = step
     is_zero = (tiles.float() == 0).all(3).all(1)
     room[is_zero] = 255
     lowest = exponents.masked_fill(is_zero, 0).amax(1, keepdim=True)

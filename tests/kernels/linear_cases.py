@@ -24,7 +24,7 @@ from tests.kernels.contract import Inputs, OpCase, Outputs, Tolerance
 Kind = Literal["linear", "head", "none", "release", "row", "grouped", "grouped-fp8"]
 FP32 = Tolerance(2e-6, 2e-6, "fp32 sums in another order")
 BF16 = Tolerance(5e-4, 5e-3, "fp32 sums in another order; at a rounding boundary, one bfloat16 step")
-ROW = Tolerance(2.5e-3, 1e-2, "fp8 tensor cores keep about 14 bits of a running sum; rounded to bfloat16")
+ROW = Tolerance(3.5e-3, 1e-2, "fp8 tensor cores keep about 14 bits of a running sum; rounded to bfloat16")
 ROW_COUNTS = (1, 2, 3, 5, 16, 17, 64, 65, 257)
 NUM_GROUPS = 4
 

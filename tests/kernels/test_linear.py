@@ -99,3 +99,12 @@ def test_only_the_weights_shape_chooses_the_kernel() -> None:
     assert not runs_on_hopper_kernel(5120, 8160, 1, "fp8", (9, 0))
     assert not runs_on_hopper_kernel(64, 4096, 8, "bf16", (9, 0))
     assert not runs_on_hopper_kernel(512, 5120, 1, "fp32", (9, 0))
+
+
+def test_tiles_follow_the_work() -> None:
+    """Few rows of a wide weight, few tiles spread over all processors, many rows."""
+    assert choose_hopper_config(32768, 16, 132).block_rows == 16
+    assert choose_hopper_config(32768, 64, 132)[:2] == (64, 64)
+    assert choose_hopper_config(1280, 64, 132)[:2] == (64, 16)
+    assert choose_hopper_config(1280, 257, 132)[:2] == (64, 64)
+    assert choose_hopper_config(5120, 4096, 132)[:2] == (128, 128)
