@@ -86,16 +86,6 @@ class Sequence:
         return len(self.token_ids)
 
     @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """The generated tokens, as a copy."""
-        return self.token_ids[self.num_prompt_tokens :]
-
-    @property
     def num_uncomputed_tokens(self) -> int:
         """Rows still to run, replayed ones included."""
         return len(self.token_ids) - self.num_computed_tokens

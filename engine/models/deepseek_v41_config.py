@@ -93,12 +93,6 @@ class DeepseekV41Config:
             return None
         return max(source for source in self.kv_source_layer_ids if source <= layer)
 
-    def index_source_of(self, layer: int) -> int | None:
-        """The index source whose selection ``layer`` uses; None for a window-only layer."""
-        if self.compress_ratios[layer] == 0:
-            return None
-        return max(source for source in self.index_source_layer_ids if source <= layer)
-
     def is_reindex(self, layer: int) -> bool:
         """Whether an index source scores only the candidate source's kept blocks."""
         source = self.candidate_source_layer_id

@@ -27,7 +27,6 @@ def test_the_fields_of_the_release_are_read() -> None:
     assert config.is_quantised
     assert config.decoder_start == 3
     assert [config.kv_source_of(layer) for layer in range(6)] == [None, 1, 1, 3, 3, 3]
-    assert [config.index_source_of(layer) for layer in range(6)] == [None, 1, 1, 3, 3, 5]
     assert [config.is_reindex(layer) for layer in range(6)] == [False, False, False, False, False, True]
     assert (config.bos_token_id, config.eos_token_id) == (0, 1)
     assert not parse_model_config(raw_config()).is_quantised
