@@ -1,61 +1,124 @@
 """What does the job layer cost? The same rows through a bare engine and through a whole job on one rank.
 
-Starting Ray, loading the model and filling the first batch cost a job some seconds whatever its size, so
-both are run on N rows and on 2N, and the rate is that of the second N: marginal tokens over marginal
-seconds. The wall time of the larger job, with its start, is printed beside it.
+Both sides drive an engine that notes each of its steps. Between a rank's first request and its last step
+the job layer can cost three things, told apart here:
+
+  more steps           for the same rows: batches that were not full. Exact on any machine.
+  time between steps   feeding and journaling. Nearly exact.
+  slower steps         its other threads and processes want the same cores and the same interpreter lock.
+                       Drowned by other work on a machine, so of each step the least disturbed run counts.
+
+Starting Ray, loading the model and publishing the last part do not grow with the job and are printed apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.environment import describe
+from benchmarks.noted_engine import NOTE, NOTES, build_noted
 from engine import EngineConfig, SamplingParams
-from engine.llm_engine import LLMEngine
+from jobs.cluster import run_job
+from jobs.config import load_job
 from pipelines.chat import ChatOptions
 from pipelines.prompt import build_renderer
-from pipelines.report import read_status
 
 
-def bare_seconds(model: str, prompts: list[str], max_tokens: int) -> tuple[float, int]:
-    """(seconds, tokens in and out) of one engine fed with all rows, after it was built."""
-    engine = LLMEngine.build(EngineConfig(model=model, dtype="float32"))
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One side once, from the first request to the end of the last step. ``apart_s``: what else it took.
+
+    ``steps_s`` and ``cpu_s`` are each step's, the latter of its thread; ``gaps_s`` lie before the steps.
+    """
+
+    num_tokens: int
+    steps_s: list[float]
+    cpu_s: list[float]
+    gaps_s: list[float]
+    apart_s: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.steps_s) + sum(self.gaps_s)
+
+
+def measure(run: Callable[[], None]) -> Measured:
+    """Run one side, and read the notes of its engine."""
+    with tempfile.NamedTemporaryFile() as notes:
+        os.environ[NOTES] = notes.name
+        started = time.perf_counter()
+        run()
+        whole_s = time.perf_counter() - started
+        found = list(NOTE.iter_unpack(Path(notes.name).read_bytes()))
+    steps = found[1:]
+    return Measured(
+        num_tokens=steps[-1][3],
+        steps_s=[ended - began for began, ended, _, _ in steps],
+        cpu_s=[cpu_s for _, _, cpu_s, _ in steps],
+        gaps_s=[step[0] - before[1] for before, step in pairwise(found)],
+        apart_s=whole_s - (steps[-1][1] - found[0][0]),
+    )
+
+
+def run_bare(model: str, prompts: list[str], max_tokens: int) -> None:
+    """All rows at once into one engine in this process."""
+    engine = build_noted(EngineConfig(model=model, dtype="float32"))
     sampling = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=max_tokens, ignore_eos=True)
     renderer = build_renderer(model, sampling, ChatOptions())
-    started, num_tokens = time.perf_counter(), 0
     for index, prompt in enumerate(prompts):
         engine.add_request(renderer.render({"prompt": prompt}, f"rows.parquet#{index}"))
+    num_done = 0
     while engine.has_unfinished():
-        for output in engine.step():
-            num_tokens += output.num_prompt_tokens + len(output.completions[0].token_ids)
-    return time.perf_counter() - started, num_tokens
+        num_done += len(engine.step())
+    assert num_done == len(prompts), f"only {num_done} of {len(prompts)} rows were answered"
 
 
-def job_seconds(model: str, prompts: list[str], max_tokens: int) -> tuple[float, int]:
-    """(seconds of the driver, tokens in and out) of a whole job on one rank."""
+def run_whole(model: str, prompts: list[str], max_tokens: int) -> None:
+    """A whole job on one rank."""
+    sampling = {"temperature": 0.8, "top_p": 0.95, "max_tokens": max_tokens, "ignore_eos": True}
     with tempfile.TemporaryDirectory() as folder:
         pq.write_table(pa.table({"prompt": prompts}), f"{folder}/rows.parquet")
-        sampling = {"temperature": 0.8, "top_p": 0.95, "max_tokens": max_tokens, "ignore_eos": "true"}
-        settings = [f"sampling.{name}={value}" for name, value in sampling.items()] + ["engine.dtype=float32"]
-        command = [sys.executable, "-m", "jobs.cli", "run", "--model", str(Path(model).resolve())]
-        command += ["--input", f"{folder}/rows.parquet", "--output", f"{folder}/out", "--num-ranks", "1"]
-        command += [word for setting in settings for word in ("--set", setting)]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-        started = time.perf_counter()
-        subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
-        seconds = time.perf_counter() - started
-        tally = read_status(f"{folder}/out").tally
-        assert tally.num_ok == len(prompts), f"only {tally.num_ok} of {len(prompts)} rows were answered"
-        return seconds, tally.num_prompt_tokens + tally.num_completion_tokens
+        flags = {
+            "model.path": model,
+            "input.path": f"{folder}/rows.parquet",
+            "output.path": f"{folder}/out",
+            "output.max_error_rate": 0.0,
+            "engine.dtype": "float32",
+            "cluster.num_ranks": 1,
+            **{f"sampling.{name}": value for name, value in sampling.items()},
+        }
+        code = run_job(load_job(None, [], flags), build_engine=build_noted)
+        assert code == 0, f"the job ended with exit code {code}"
+
+
+def show(name: str, found: list[Measured]) -> Measured:
+    """Print one side's runs, and return what was least disturbed: the least of every step, gap and rest."""
+    for one in found:
+        print(
+            f"{name}: {len(one.steps_s)} steps of {one.num_tokens / len(one.steps_s):.1f} tokens, "
+            f"{sum(one.steps_s):.2f} s in steps ({sum(one.cpu_s):.2f} s CPU), "
+            f"{sum(one.gaps_s):.3f} s between; {one.num_tokens / one.seconds:.1f} tok/s; "
+            f"apart {one.apart_s:.1f} s"
+        )
+    few = min(len(one.steps_s) for one in found)
+    same = [one for one in found if len(one.steps_s) == few]
+    return Measured(
+        num_tokens=same[0].num_tokens,
+        steps_s=[min(step) for step in zip(*(one.steps_s for one in same), strict=True)],
+        cpu_s=[min(step) for step in zip(*(one.cpu_s for one in same), strict=True)],
+        gaps_s=[min(gap) for gap in zip(*(one.gaps_s for one in same), strict=True)],
+        apart_s=min(one.apart_s for one in found),
+    )
 
 
 def main() -> None:
@@ -64,18 +127,35 @@ def main() -> None:
     parser.add_argument("--prompts", default="examples/bard/prompts.parquet")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
     print(describe())
     known = pq.read_table(args.prompts)["prompt"].to_pylist()
-    prompts = [known[i % len(known)] for i in range(2 * args.rows)]
-    rates = {}
-    for name, measure in (("bare engine", bare_seconds), ("whole job", job_seconds)):
-        half = measure(args.model, prompts[: args.rows], args.max_tokens)
-        whole = measure(args.model, prompts, args.max_tokens)
-        rates[name] = (whole[1] - half[1]) / (whole[0] - half[0])
-        print(f"{name}: {rates[name]:.1f} tok/s; {whole[1]} tokens in {whole[0]:.1f} s with its start")
-    ratio = rates["whole job"] / rates["bare engine"]
-    print(f"whole job / bare engine: {ratio:.3f} (the job layer costs {100 * (1 - ratio):.1f} %)")
+    prompts = [known[i % len(known)] for i in range(args.rows)]
+    model = str(Path(args.model).resolve())
+    runs: dict[str, list[Measured]] = {"bare engine": [], "whole job": []}
+    for _ in range(args.repeats):
+        runs["bare engine"].append(measure(lambda: run_bare(model, prompts, args.max_tokens)))
+        runs["whole job"].append(measure(lambda: run_whole(model, prompts, args.max_tokens)))
+    bare, whole = (show(name, found) for name, found in runs.items())
+    print_costs(bare, whole)
+
+
+def print_costs(bare: Measured, whole: Measured) -> None:
+    """What the job layer costs, by kind, of the bare engine's time."""
+    more_steps = len(whole.steps_s) / len(bare.steps_s) - 1
+    slower = sum(whole.steps_s) / sum(bare.steps_s) - 1
+    slower_cpu = sum(whole.cpu_s) / sum(bare.cpu_s) - 1
+    between = (sum(whole.gaps_s) - sum(bare.gaps_s)) / bare.seconds
+    print(
+        f"of the bare engine's time: number of steps {more_steps:+.2%}, between steps {between:+.2%}, "
+        f"all steps {slower:+.2%} (their CPU time {slower_cpu:+.2%})"
+    )
+    print(
+        f"the job layer costs {slower + between:+.2%} of wall time, {slower_cpu + between:+.2%} by CPU time"
+    )
 
 
 if __name__ == "__main__":

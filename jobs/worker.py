@@ -154,6 +154,7 @@ class RankWorker:
     def _turn(self) -> bool:
         if self._serving is None and self._must_prepare:
             serving = self._build()
+            self._plan.contract.to_batch(())  # Arrow's first conversion imports much: not between two steps
             resolved = serving.engine.resolved
             self._environment = describe_environment(resolved, str(self._plan.settings.get("model.path")))
             self._engine_settings = asdict(resolved)
