@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from engine import ConfigError, EngineDead
 from jobs.config import JobConfig, load_job
+from jobs.slurm import SlurmRequest, render_script, submit_script
 from jobs.time_limit import parse_duration, parse_until
 from pipelines.report import JobStatus, read_status
 from pipelines.report_page import write_reports
@@ -42,6 +43,7 @@ of plan: 0 the job can run, 2 it cannot succeed as it is
 of verify: 0 every digest is equal, 1 one differs, 2 refused
 """
 
+CPUS_PER_GPU = 4
 NUM_ROWS_TO_PLAN = 10_000
 NUM_ROWS_TO_VERIFY = 16
 NUM_DIFFERENCES_SHOWN = 10
@@ -96,6 +98,21 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--tokens-per-s", type=_rate, metavar="R", help=text)
     text = "memory of one rank's device, to check that the model and its cache fit"
     plan.add_argument("--device-memory-gib", type=_rate, metavar="G", help=text)
+    text = "write a batch script that runs the job under Slurm until it is done, to standard output"
+    slurm = commands.add_parser("slurm", help=text, description=text)
+    _add_job_flags(slurm)
+    slurm.add_argument("--nodes", type=_positive, default=1, metavar="N", help="nodes (default 1)")
+    text = "GPUs of each node; 0: ranks on the CPU (default 0)"
+    slurm.add_argument("--gpus-per-node", type=_count, default=0, metavar="G", help=text)
+    text = f"CPUs of each node (default {CPUS_PER_GPU} a GPU)"
+    slurm.add_argument("--cpus-per-node", type=_positive, metavar="C", help=text)
+    text = "time of one allocation, such as 8h; the job is queued again until it is done"
+    slurm.add_argument("--time", type=_duration, required=True, metavar="T", help=text)
+    text = "an array of K jobs, each on its own slice of the shards"
+    slurm.add_argument("--array", type=_positive, default=1, metavar="K", help=text)
+    text = "a further option of sbatch, such as --sbatch=--partition=gpu; repeatable"
+    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=text)
+    slurm.add_argument("--submit", action="store_true", help="hand the script to sbatch instead")
     text = "say how far the job of an output folder is"
     status = commands.add_parser("status", help=text, description=text)
     status.add_argument("output_dir", metavar="OUTPUT_DIR")
@@ -194,7 +211,8 @@ def _dispatch(parsed: argparse.Namespace) -> int:
             return _verify(parsed)
         flags = {key: getattr(parsed, key) for key, _, _ in FLAGS.values()}
         job = load_job(parsed.job, parsed.set, flags)
-        return _plan(job, parsed) if parsed.command == "plan" else _run(job, parsed)
+        commands = {"run": _run, "plan": _plan, "slurm": _slurm}
+        return commands[parsed.command](job, parsed)
     except ConfigError as error:
         print(f"batch-generate: {error}", file=sys.stderr)
         return EXIT_REFUSED
@@ -268,6 +286,25 @@ def _plan(job: JobConfig, parsed: argparse.Namespace) -> int:
     )
     print(format_forecast(found))
     return EXIT_REFUSED if found.obstacles else 0
+
+
+def _slurm(job: JobConfig, parsed: argparse.Namespace) -> int:
+    given = [] if parsed.job is None else [parsed.job]
+    for flag, (key, _, _) in FLAGS.items():
+        if (value := getattr(parsed, key)) is not None:
+            given += [flag, str(value)]
+    request = SlurmRequest(
+        nodes=parsed.nodes,
+        gpus_per_node=parsed.gpus_per_node,
+        cpus_per_node=parsed.cpus_per_node or CPUS_PER_GPU * max(parsed.gpus_per_node, 1),
+        time_s=parsed.time,
+        num_slices=parsed.array,
+        extra=tuple(parsed.sbatch),
+    )
+    given += [word for setting in parsed.set for word in ("--set", setting)]
+    script = render_script(job, given, request)
+    print(submit_script(script) if parsed.submit else script, end="\n" if parsed.submit else "")
+    return 0
 
 
 def _log_to_stderr() -> None:

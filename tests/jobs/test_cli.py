@@ -49,6 +49,10 @@ def test_the_flag_set_is_pinned() -> None:
             *("-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"),
             *("--rows", "--seed", "--tokens-per-s", "--device-memory-gib"),
         },
+        "slurm": {
+            *("-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"),
+            *("--nodes", "--gpus-per-node", "--cpus-per-node", "--time", "--array", "--sbatch", "--submit"),
+        },
         "status": {"-h", "--help", "output_dir", "--write-report"},
         "verify": {"-h", "--help", "output_dir", "--rows", "--seed", "--model", "--allow-other-device"},
     }
