@@ -242,7 +242,7 @@ def batch_prefill(arguments: Sequence[str] | None = None) -> int:
 
 def _run(job: JobConfig, parsed: argparse.Namespace) -> int:
     _log_to_stderr()
-    from jobs.cluster import run_job
+    from jobs.cluster import leave_at_once, run_job
 
     limits = [limit for limit in (parsed.time_limit, parsed.until) if limit is not None]
     code = run_job(
@@ -254,6 +254,8 @@ def _run(job: JobConfig, parsed: argparse.Namespace) -> int:
     sentence = _closing_sentence(job, code)
     if sentence is not None:
         print(f"batch-generate: {sentence}", file=sys.stderr)
+    if code == EXIT_STOPPED:
+        leave_at_once(code)
     return code
 
 

@@ -19,7 +19,7 @@ from engine import ConfigError
 from jobs.config import JobConfig
 from jobs.reaper import MARK, Reaper
 from jobs.stop_signals import StopSignals
-from pipelines.driver import JobFailed
+from pipelines.driver import JobFailed, StopRequest
 
 LOCAL = "local"
 """Ray's own word for a Ray that is started and not joined."""
@@ -55,9 +55,11 @@ def connected(address: str, job: JobConfig, signals: StopSignals) -> Iterator[Pl
         _init_ray(signals, address, num_cpus=max(wanted, os.cpu_count() or 1), **own)
         yield _count_places(job)
     finally:
-        ray.shutdown()
+        # A stop has two seconds in all, and Ray's farewell takes as many: see ``leave_at_once``.
+        if signals.requested is not StopRequest.NOW:
+            ray.shutdown()
+            reaper.close()
         del os.environ[MARK]
-        reaper.close()
 
 
 def _init_ray(signals: StopSignals, address: str, **options: Any) -> None:

@@ -9,7 +9,7 @@ import logging
 import sys
 
 from engine import ConfigError
-from jobs.cluster import run_job
+from jobs.cluster import EXIT_STOPPED, leave_at_once, run_job
 from jobs.config import load_job
 from tests import fake_engine
 
@@ -25,10 +25,13 @@ def main(builder: str, model: str, input_path: str, output: str, num_ranks: str,
         "engine.max_num_seqs": 4,
     }
     try:
-        return run_job(load_job(None, overrides, flags), build_engine=getattr(fake_engine, builder))
+        code = run_job(load_job(None, overrides, flags), build_engine=getattr(fake_engine, builder))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    if code == EXIT_STOPPED:
+        leave_at_once(code)
+    return code
 
 
 if __name__ == "__main__":

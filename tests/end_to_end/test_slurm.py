@@ -78,7 +78,7 @@ def test_a_job_that_is_drained_is_queued_again_until_it_is_done(slurm: SlurmClus
     job.wait_until(slurm, lambda status: not status.is_running)
     assert 2 < read_status(job.output).num_ok < 40
     slurm.wait_for(number, "PENDING")
-    slurm.command("scontrol", "update", f"jobid={number}", "StartTime=now")  # Slurm would wait two minutes
+    slurm.command("scontrol", "update", f"jobid={number}", "StartTime=now+15")  # else two minutes
     slurm.wait_for(number, "COMPLETED")
     job.check()
     runs = read_runs(OutputFolder(job.output))
