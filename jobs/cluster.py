@@ -49,6 +49,11 @@ _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0, a Ray that is started listens on 127.0.0.1 alone, on Linux too. Read when Ray is imported."""
 
 
+_RECONNECT_LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""For how many seconds a driver goes on looking for a head that is gone: Ray's own minute is long for a job
+whose ranks died with it and whose lock keeps the next run out."""
+
+
 def run_job(
     job: JobConfig,
     *,
@@ -117,6 +122,7 @@ def _connected(job: JobConfig, signals: StopSignals) -> AbstractContextManager[P
     address = job.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
         os.environ[_LOOPBACK_SWITCH] = "0"
+    os.environ.setdefault(_RECONNECT_LIMIT, "8")
     from jobs.ray_connection import connected
 
     return connected(address, job, signals)

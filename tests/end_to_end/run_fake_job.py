@@ -6,6 +6,7 @@ Called as ``python -m tests.end_to_end.run_fake_job BUILDER MODEL INPUT OUTPUT N
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from engine import ConfigError
@@ -25,7 +26,12 @@ def main(builder: str, model: str, input_path: str, output: str, num_ranks: str,
         "engine.max_num_seqs": 4,
     }
     try:
-        code = run_job(load_job(None, overrides, flags), build_engine=getattr(fake_engine, builder))
+        limit_s = os.environ.get("TEST_LIMIT_S")
+        code = run_job(
+            load_job(None, overrides, flags),
+            limit_s=None if limit_s is None else float(limit_s),
+            build_engine=getattr(fake_engine, builder),
+        )
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -140,6 +140,26 @@ def test_a_stopped_job_says_75_and_goes_on_when_run_again(
     assert read_status(job.output).num_reused == stopped.num_ok
 
 
+def test_a_job_with_a_time_limit_stops_before_it_and_goes_on_when_run_again(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job()
+    prompts = random_prompts(random.Random(11), 6000)
+    write_prompts(job.input / "in.parquet", prompts)
+    monkeypatch.setenv("TEST_LIMIT_S", "40")
+    started = time.monotonic()
+    driver = job.start()
+    assert driver.wait(120) == 75
+    assert time.monotonic() - started < 60, "with room for a busy machine"
+    assert job.is_gone()
+    stopped = read_status(job.output)
+    assert 0 < stopped.num_ok < 6000
+    monkeypatch.delenv("TEST_LIMIT_S")
+    assert job.run() == 0
+    check_answers(read_output(job.output), prompts)
+    assert read_status(job.output).num_reused == stopped.num_ok
+
+
 def test_a_job_that_is_stopped_while_its_ray_starts_says_75_and_leaves_nothing(
     make_job: Callable[..., Job],
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines.manifest import OutputFolder
@@ -112,12 +113,22 @@ def test_a_job_on_two_nodes_has_a_ray_of_its_own(slurm: SlurmCluster, tmp_path: 
     assert is_quiet(slurm), slurm.logs()
 
 
-def test_an_array_works_on_slices_of_one_job_side_by_side(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job = Job(tmp_path, num_rows=30, max_tokens=6)
-    number = slurm.submit(*job.flags, "--array", 3, "--time", "10m", "--cpus-per-node", 1)
+def test_the_example_as_an_array_works_on_slices_of_one_job_side_by_side(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    examples, output = ROOT / "examples", tmp_path / "out"
+    prompts = pq.read_table(examples / "bard" / "prompts.parquet").slice(0, 30)
+    pq.write_table(prompts, tmp_path / "in.parquet")
+    flags = ["--model", examples / "bard" / "model", "--input", tmp_path / "in.parquet", "--output", output]
+    for setting in ("sampling.n=2", "sampling.max_tokens=4", "input.rows_per_shard=4"):
+        flags += ["--set", setting]
+    job = examples / "slurm" / "job.yaml"
+    number = slurm.submit(job, *flags, "--array", 3, "--time", "10m", "--cpus-per-node", 1)
     slurm.wait_for(number, "COMPLETED")
-    job.check()
-    runs = read_runs(OutputFolder(job.output))
+    rows = read_output(output)
+    assert rows.column("prompt").to_pylist() == prompts.column("prompt").to_pylist()
+    assert {len(texts) for texts in rows.column("completion").to_pylist()} == {2}
+    runs = read_runs(OutputFolder(output))
     assert sorted(run.shards or () for run in runs) == [(0, 2), (2, 5), (5, 8)]
     assert {run.outcome for run in runs} == {"committed"}
     assert is_quiet(slurm), slurm.logs()
