@@ -35,7 +35,7 @@ class SamplingParams:
     """How one request is sampled. ``temperature`` 0 is greedy and equals ``top_k`` 1; none lies between 0
     and ``MIN_TEMPERATURE``.
 
-    ``max_tokens`` None means "up to the model's length". ``logprobs`` k returns the k most likely
+    ``max_tokens`` None means "as long as can be served". ``logprobs`` k returns the k most likely
     tokens of every position beside the chosen one. ``seed`` None takes the job's seed.
     """
 

@@ -111,6 +111,20 @@ def resolve_max_model_len(config: EngineConfig, *, model_max_len: int) -> int:
     return config.max_model_len or model_max_len
 
 
+def most_total_tokens(
+    num_prompt_tokens: int, max_tokens: int | None, *, max_model_len: int, num_kv_blocks: int
+) -> int:
+    """How long a sequence may become, its prompt included.
+
+    ``max_tokens`` None asks for all that can be served: the model's length, and what the KV pool holds; a
+    number is meant, and refused where the pool is too small for it. The last token is sampled and never
+    run, so it needs no room.
+    """
+    if max_tokens is not None:
+        return min(num_prompt_tokens + max_tokens, max_model_len)
+    return max(num_prompt_tokens + 1, min(max_model_len, num_kv_blocks * KV_BLOCK_SIZE + 1))
+
+
 def resolve_block_counts(
     config: EngineConfig, facts: MemoryFacts, *, max_model_len: int
 ) -> tuple[int, int, int]:

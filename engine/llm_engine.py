@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from engine.api import Completion, EngineStats, FinishReason, Request, RequestOutput
 from engine.completion import CompletionBuilder
-from engine.config import EngineConfig, ResolvedConfig
+from engine.config import EngineConfig, ResolvedConfig, most_total_tokens
 from engine.detokenizer import TokenBytes
 from engine.errors import ConfigError, EngineDead, RequestRejected
 from engine.model_runner import ModelRunner
@@ -66,13 +66,19 @@ class LLMEngine:
         if outside is not None:
             raise RequestRejected("bad_token_id", f"token id {outside} is outside 0..{self._vocab_size - 1}")
         sampling = request.sampling
+        most_tokens = most_total_tokens(
+            len(request.prompt_token_ids),
+            sampling.max_tokens,
+            max_model_len=self.resolved.max_model_len,
+            num_kv_blocks=self.resolved.num_kv_blocks,
+        )
         sequences = []
         for index in range(sampling.n):
             seq = Sequence.build(
                 request,
                 sample_index=index,
                 seq_id=self._next_seq_id,
-                max_model_len=self.resolved.max_model_len,
+                max_model_len=most_tokens,
             )
             self._next_seq_id += 1
             # All samples are alike to admission: either the first is refused, or none is.

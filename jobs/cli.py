@@ -20,6 +20,7 @@ from engine import ConfigError, EngineDead
 from jobs.config import JobConfig, load_job
 from jobs.slurm import SlurmRequest, render_script, submit_script
 from jobs.time_limit import parse_duration, parse_until
+from pipelines.driver import Outcome
 from pipelines.report import JobStatus, read_status
 from pipelines.report_page import write_reports
 
@@ -44,6 +45,16 @@ of verify: 0 every digest is equal, 1 one differs, 2 refused
 """
 
 CPUS_PER_GPU = 4
+
+STOPPED_STATES = {
+    Outcome.TOO_MANY_ERRORS.value: (
+        "stopped, more error rows than output.max_errors; raise it to go on, which loses no row, "
+        "or correct the input and begin anew with --discard-changed"
+    ),
+    "failed": "failed, the log says of what; run the same command again to go on once that is mended",
+}
+"""What ``status`` says of a job that is not finished, by how its last run ended."""
+
 NUM_ROWS_TO_PLAN = 10_000
 NUM_ROWS_TO_VERIFY = 16
 NUM_DIFFERENCES_SHOWN = 10
@@ -350,8 +361,10 @@ def format_status(status: JobStatus) -> str:
     """Some lines for a terminal; the second is the equation that always holds."""
     if status.is_finished:
         state = "finished"
+    elif status.is_running:
+        state = "running"
     else:
-        state = "running" if status.is_running else "stopped; run the same command again to go on"
+        state = STOPPED_STATES.get(status.last_outcome, "stopped; run the same command again to go on")
     left = "" if status.seconds_left is None else f", {timedelta(seconds=round(status.seconds_left))} left"
     tally, effort, wasted = status.tally, status.effort, status.effort.wasted_tokens
     errors = ", ".join(f"{code} {count}" for code, count in sorted(tally.errors.items())) or "none"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -22,6 +23,7 @@ from jobs.rank import RankActor, RankSpec
 from pipelines.driver import Orders, RankDied, RankReport
 
 _LOOK_INTERVAL_S = 0.5
+_LONGEST_LINE = 240
 
 
 class RayFleet:
@@ -84,7 +86,7 @@ class RayFleet:
             try:
                 events.append((slot, ray.get(reference)))
             except RayError as error:
-                events.append((slot, RankDied(str(error))))
+                events.append((slot, RankDied(describe_death(error))))
         return events
 
     def kill(self, slot: int) -> None:
@@ -101,6 +103,15 @@ class RayFleet:
         """End every rank."""
         for slot in {*self._actors, *self._groups}:
             self.kill(slot)
+
+
+def describe_death(error: RayError) -> str:
+    """What Ray says of a rank's end, without its advice: the engine's words, or the first and last line."""
+    if isinstance(error, RayTaskError):
+        return str(error.cause or error).strip()
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    ends = dict.fromkeys(textwrap.shorten(line, _LONGEST_LINE) for line in (lines[:1] + lines[-1:]))
+    return " ".join(ends) or type(error).__name__
 
 
 def _is_importable_elsewhere() -> bool:

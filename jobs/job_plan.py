@@ -7,6 +7,7 @@ with a plan.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,9 +21,11 @@ from jobs.environment import SPEED_ONLY
 from jobs.rank import build_job_renderer
 from pipelines.manifest import STATE_FOLDER, OutputFolder, replace_durably
 from pipelines.plan import PartOptions, Plan, build_plan
-from pipelines.schema import build_contract
+from pipelines.schema import build_contract, find_near_misses
 from pipelines.source import InputSet, find_input
 from pipelines.source_location import is_url
+
+logger = logging.getLogger(__name__)
 
 
 def with_absolute_paths(job: JobConfig) -> JobConfig:
@@ -103,6 +106,8 @@ def plan_job(job: JobConfig) -> Plan:
         raise ConfigError(f"model.path {job.model.path!r} is not a model folder: it has no config.json")
     renderer = build_job_renderer(job)
     found = find_input(job.input.path, format=job.input.format, exclude=job.output.path)
+    for column, name in find_near_misses(name for schema in found.schemas for name in schema.names):
+        logger.warning("input column %r is none of ours and passes through; is %r meant?", column, name)
     contract = build_contract(
         [(file.path, schema) for file, schema in zip(found.files, found.schemas, strict=True)],
         prefix=job.output.prefix,
@@ -158,6 +163,8 @@ def answer_settings(job: JobConfig) -> dict[str, Any]:
     settings |= {
         f"engine.{name}": value for name, value in asdict(job.engine).items() if name not in SPEED_ONLY
     }
+    if job.sampling.max_tokens is None and job.engine.num_kv_blocks:
+        settings["engine.num_kv_blocks"] = job.engine.num_kv_blocks  # ends answers that nothing else ends
     settings["input.missing_columns"] = job.input.missing_columns
     for name in ("columns", "prefix", "split_reasoning", "prompt_token_ids"):
         settings[f"output.{name}"] = getattr(job.output, name)

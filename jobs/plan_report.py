@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 
 from engine import MemoryEstimate, Request, RequestRejected, estimate_memory
-from engine.config import KV_BLOCK_SIZE
+from engine.config import KV_BLOCK_SIZE, most_total_tokens
 from jobs.config import JobConfig, engine_config
 from jobs.job_plan import output_folder, plan_job, with_absolute_paths
 from jobs.lease_reader import Renderer, read_values
@@ -48,7 +49,8 @@ class RowFacts:
 class JobForecast:
     """A job before it is run. Counts of ``facts`` are of the rows looked at: all of them if ``is_exact``.
 
-    ``num_ranks`` 0: one for each GPU there will be. ``num_kv_blocks`` None: the device's size is not known.
+    ``device`` is the one asked for. ``num_ranks`` 0: one for each GPU there will be. ``num_kv_blocks`` None:
+    the device's size is not known.
     ``obstacles`` are the reasons why the job cannot succeed.
     """
 
@@ -56,6 +58,7 @@ class JobForecast:
     seed: int
     facts: RowFacts
     memory: MemoryEstimate
+    device: str
     num_ranks: int
     num_kv_blocks: int | None
     tokens_per_s: float | None
@@ -105,6 +108,7 @@ def forecast_job(
         seed=seed,
         facts=facts,
         memory=memory,
+        device=job.engine.device,
         num_ranks=job.cluster.num_ranks,
         num_kv_blocks=num_kv_blocks,
         tokens_per_s=tokens_per_s,
@@ -176,7 +180,9 @@ def _look_at_rows(
             length = len(request.prompt_token_ids)
             facts.num_prompt_tokens += length
             facts.most_prompt_tokens = max(facts.most_prompt_tokens, length)
-            facts.most_output_tokens += request.sampling.n * _most_output(request, max_model_len)
+            facts.most_output_tokens += request.sampling.n * _most_output(
+                request, max_model_len, num_kv_blocks
+            )
             prompts.append(request.prompt_token_ids)
         facts.num_shared_tokens += _count_shared(prompts)
     reader.close()
@@ -211,15 +217,20 @@ def _render(
             row += 1
 
 
-def _most_output(request: Request, max_model_len: int) -> int:
-    room = max_model_len - len(request.prompt_token_ids)
+def _most_output(request: Request, max_model_len: int, num_kv_blocks: int | None) -> int:
     asked = request.sampling.max_tokens
-    return room if asked is None else min(asked, room)
+    num_tokens = most_total_tokens(
+        len(request.prompt_token_ids),
+        asked,
+        max_model_len=max_model_len,
+        num_kv_blocks=-(-max_model_len // KV_BLOCK_SIZE) if num_kv_blocks is None else num_kv_blocks,
+    )
+    return num_tokens - len(request.prompt_token_ids)
 
 
 def _check_fit(request: Request, max_model_len: int, num_kv_blocks: int | None) -> None:
     """The engine's own rule: the last token is sampled and never run, so it needs no room."""
-    num_tokens = len(request.prompt_token_ids) + _most_output(request, max_model_len) - 1
+    num_tokens = len(request.prompt_token_ids) + _most_output(request, max_model_len, num_kv_blocks) - 1
     if num_kv_blocks is not None and num_tokens > num_kv_blocks * KV_BLOCK_SIZE:
         raise RequestRejected(
             "kv_too_small", f"needs room for {num_tokens} tokens, of {num_kv_blocks * KV_BLOCK_SIZE}"
@@ -257,7 +268,14 @@ def format_forecast(found: JobForecast) -> str:
     ]
     if found.obstacles:
         return "\n".join([*lines, *(f"the job cannot succeed: {text}" for text in found.obstacles)])
-    return "\n".join([*lines, "the job can run"])
+    return "\n".join([*lines, f"the job can run{_elsewhere(found)}"])
+
+
+def _elsewhere(found: JobForecast) -> str:
+    """Where it can, if that is not here: a plan is made on any machine."""
+    if found.device != "cuda" or next(Path("/dev").glob("nvidia[0-9]*"), None) is not None:
+        return ""
+    return " where each rank has a GPU: engine.device is cuda, and this machine has none"
 
 
 def _refused_lines(found: JobForecast, about: str) -> list[str]:

@@ -41,8 +41,10 @@ def sample_committed_rows(
     ``ConfigError`` when no ok row is committed or a part does not hold what it was committed with.
     """
     if plan.parts.format != "parquet" or plan.parts.url is not None:
+        where = f"to {plan.parts.url!r}" if plan.parts.url is not None else "there"
         raise ConfigError(
-            f"output folder {str(folder.path)!r} has no Parquet parts: only those can be read again"
+            f"verify reads the Parquet parts in an output folder; the job of {str(folder.path)!r} writes "
+            f"{plan.parts.format} {where}, which it does not read again"
         )
     commits = [try_read_commit(folder, plan, shard.index) for shard in plan.shards]
     num_ok = [0 if tally is None else tally.num_ok for tally in commits]

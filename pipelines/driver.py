@@ -235,6 +235,8 @@ class Driver:
         outcome = "failed"
         try:
             result = self._loop()
+            if result is not Outcome.COMMITTED:
+                self._count_last_rows()
             outcome = result.value
         finally:
             self._watch.finish(self._count_rows(), outcome)
@@ -242,6 +244,14 @@ class Driver:
                 status = read_status(self._folder.path, ended_run=self._run)
                 write_reports(self._folder.path, status)
         return result
+
+    def _count_last_rows(self) -> None:
+        """A rank may journal rows after its last report: the run was it that answered them."""
+        for slot in range(self._fleet.num_slots):
+            self._fleet.kill(slot)
+            for lease in self._ledger.leases_of(slot):
+                path = self._folder.journal_file(lease.shard_index, self._run, lease.lease_id)
+                self._ledger.recount(lease.lease_id, read_journal_state(self._plan, path))
 
     @property
     def _num_done(self) -> int:

@@ -271,6 +271,14 @@ class Ledger:
             assert held.num_ok + held.num_error == held.lease.num_rows, report
             self._release(opened, held)
 
+    def recount(self, lease_id: int, state: JournalState) -> None:
+        """The lease's journal says ``state``, which may be more than its rank has said."""
+        held = self._held[lease_id]
+        num_ok = sum(state.finished.values())
+        num_error = len(state.finished) - num_ok
+        num_read = max(held.num_read, num_ok + num_error)
+        self.record(LeaseReport(lease_id=lease_id, num_read=num_read, num_ok=num_ok, num_error=num_error))
+
     def lose(self, lease_id: int, state: JournalState, *, is_alone: bool = False) -> list[int]:
         """The lease's rank died, leaving a journal that says ``state``.
 

@@ -209,8 +209,12 @@ def describe_difference(old: Plan, new: Plan) -> str | None:
             return f"input file {path!r} is gone"
         if path not in before_files:
             return f"input file {path!r} is new"
-        for name in ("num_rows", "num_bytes", "footer"):
+        for name, what in (
+            ("num_rows", "rows"),
+            ("num_bytes", "bytes"),
+            ("footer", "the hash of its footer" if old.kind == "parquet" else "the hash of its content"),
+        ):
             a, b = getattr(before_files[path], name), getattr(after_files[path], name)
             if a != b:
-                return f"input file {path!r} changed: {name} was {a} and is now {b}"
+                return f"input file {path!r} changed: {what} was {a} and is now {b}"
     return None if old.fingerprint == new.fingerprint else "the columns of its output differ"

@@ -126,7 +126,7 @@ class JobStatus:
 
     ``num_read`` = ``num_ok`` + ``num_error`` + ``num_in_flight``; the rest of ``num_rows`` waits.
     ``num_reused`` and ``num_run`` are the last run's, or those of all ``live_runs``: rows found answered, and
-    rows answered.
+    rows answered. ``last_outcome`` is how the last run ended, "running" if it was killed.
     """
 
     num_rows: int
@@ -146,6 +146,7 @@ class JobStatus:
     environments: tuple[Mapping[str, str], ...]
     engine_settings: tuple[Mapping[str, Any], ...] = ()
     live_runs: tuple[int, ...] = ()
+    last_outcome: str = "running"
 
     @property
     def num_ok(self) -> int:
@@ -227,6 +228,7 @@ def read_status(output_dir: str | Path, *, ended_run: int | None = None) -> JobS
         last_run_seconds=max((run.seconds for run in last), default=0.0),
         effort=_add_up(runs, live),
         live_runs=tuple(run.run for run in live),
+        last_outcome=runs[-1].outcome if runs else "running",
         is_running=bool(live) or (ended_run is None and is_driver_alive(folder)),
         environments=distinct(found for run in runs for found in run.environments),
         engine_settings=distinct(found for run in runs for found in run.engine_settings),

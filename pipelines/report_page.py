@@ -238,7 +238,7 @@ def _runs(runs: Sequence[RunRecord], live: Sequence[int]) -> str:
             f"{run.num_ranks}",
             f"{run.num_reused:,}",
             f"{run.num_run:,}",
-            short_number((run.num_prefill_tokens + run.num_decode_tokens) / max(run.seconds, 1e-9)),
+            short_number((run.num_prompt_tokens + run.num_completion_tokens) / max(run.seconds, 1e-9)),
             f"{run.num_rank_deaths}",
             short_number(0 if run.run in live else run.num_tokens_in_flight),
         )
@@ -252,7 +252,7 @@ def _runs(runs: Sequence[RunRecord], live: Sequence[int]) -> str:
         "ranks",
         "rows found",
         "rows run",
-        "tokens/s",
+        "tokens in and out/s",
         "ranks lost",
         "tokens lost at its end",
     )

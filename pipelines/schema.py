@@ -6,8 +6,9 @@ must not know files, shards or engines.
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ from pipelines.prompt import PROMPT_COLUMNS
 
 STATUS_OK = "ok"
 STATUS_ERROR = "error"
+
+_NEAR = 0.85
+"""How alike a name that is misspelt is to the right one: a letter of seven may be wrong."""
 
 ROW = "row"
 """The journal's key: the row's number in its shard."""
@@ -90,6 +94,18 @@ class ColumnContract:
         """A text that tells apart any two contracts, for the plan's fingerprint."""
         columns = self.output.to_string(truncate_metadata=False, show_field_metadata=True)
         return json.dumps([columns, self.prompt_column, list(self.render_columns)])
+
+
+def find_near_misses(columns: Iterable[str]) -> list[tuple[str, str]]:
+    """Columns whose names are all but those of a parameter or of a prompt, each with that name."""
+    known = (*SAMPLING_FIELDS, *CHAT_COLUMNS, *PROMPT_COLUMNS)
+    found: dict[str, str] = {}
+    for column in columns:
+        plain = column.lower().replace("-", "_").replace(" ", "_")
+        near = difflib.get_close_matches(plain, known, n=1, cutoff=_NEAR)
+        if column not in known and near:
+            found[column] = near[0]
+    return sorted(found.items())
 
 
 def build_contract(

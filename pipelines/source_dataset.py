@@ -58,6 +58,11 @@ def resolve_dataset_name(path: str) -> tuple[Location, str]:
     root = HUB
     if name.startswith((".", "/", "~")):
         folder = Path(name).expanduser().absolute()
+        if is_saved_dataset(folder):
+            raise ConfigError(
+                f"input.path {path!r} names a folder that save_to_disk wrote: give the folder itself, "
+                f"without {HUB}; of several splits, one split's folder inside it"
+            )
         root, name = f"{HUB}{folder.parent}", folder.name
     if not split:
         splits = list(_load(_full_name(root, name), None))

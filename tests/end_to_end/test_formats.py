@@ -70,7 +70,7 @@ def test_json_lines_hold_every_column(tmp_path: Path, folder: OutputFolder) -> N
     assert {name: first[name] for name in columns} == expected
     assert {name: second[name] for name in columns} == {**dict.fromkeys(columns), "score": 0.1}
     assert (first["row_id"], second["error"]) == ("in.parquet#0", "null_prompt")
-    with pytest.raises(ConfigError, match="has no Parquet parts"):
+    with pytest.raises(ConfigError, match="writes jsonl there, which it does not read again"):
         sample_committed_rows(folder, plan, 1, random.Random(0))
 
 

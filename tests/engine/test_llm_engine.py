@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.api import FinishReason, Request, SamplingParams
-from engine.config import EngineConfig
+from engine.config import KV_BLOCK_SIZE, EngineConfig
 from engine.errors import ConfigError, EngineDead, RequestRejected
 from engine.llm_engine import LLMEngine
 from tests.engine.engine_harness import GREEDY, build_engine, digests, run
@@ -227,3 +227,15 @@ def test_settings_that_cannot_hold_are_refused(settings: dict[str, object], mess
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         LLMEngine.build(EngineConfig(model=str(tmp_path)))
+
+
+def test_an_open_end_is_what_the_pool_holds_and_a_number_is_meant() -> None:
+    engine = build_engine(TINY, num_kv_blocks=2)
+    output = complete(engine, replace(GREEDY, max_tokens=None))
+    (completion,) = output.completions
+    assert completion.finish_reason is FinishReason.LENGTH
+    assert len(PROMPT) + len(completion.token_ids) == 2 * KV_BLOCK_SIZE + 1, "the last token needs no room"
+    for prompt, max_tokens in ((PROMPT, 200), ([9] * (2 * KV_BLOCK_SIZE + 1), None)):
+        with pytest.raises(RequestRejected) as refused:
+            complete(engine, replace(GREEDY, max_tokens=max_tokens), prompt=prompt)
+        assert refused.value.code == "kv_too_small"

@@ -14,7 +14,7 @@ from engine import ConfigError
 from jobs import cli
 from jobs.config import JobConfig
 from pipelines.manifest import OutputFolder, Tally, write_plan
-from pipelines.report import Effort, JobStatus, WastedTokens
+from pipelines.report import Effort, JobStatus, WastedTokens, read_status
 from tests.small_jobs import make_plan, start_run, write_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,3 +199,12 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(tmp_path: Path) -> None:
     assert process.stderr is not None
     assert process.stderr.read() == ""
     process.wait(60)
+
+
+def test_status_says_what_to_change_where_the_same_command_would_stop_again(tmp_path: Path) -> None:
+    folder = OutputFolder(tmp_path / "out")
+    write_prompts(tmp_path / "in.parquet", [None] * 30 + [[1]])
+    start_run(folder, make_plan(tmp_path / "in.parquet"), max_errors=3)[0].run()
+    first_line = cli.format_status(read_status(folder.path)).splitlines()[0]
+    assert "output.max_errors; raise it to go on" in first_line
+    assert "same command" not in first_line

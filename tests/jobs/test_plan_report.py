@@ -11,7 +11,7 @@ import pytest
 
 from jobs import cli
 from jobs.config import load_job
-from jobs.plan_report import JobForecast, forecast_job
+from jobs.plan_report import JobForecast, forecast_job, format_forecast
 from tests.conftest import ROOT
 
 MODEL = str(ROOT / "examples" / "bard" / "model")
@@ -97,3 +97,31 @@ def test_files_that_disagree_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     error = capsys.readouterr().err
     assert "'x'" in error
     assert "b.parquet" in error
+
+
+def test_an_answer_without_a_limit_is_as_long_as_the_pool_allows(tmp_path: Path) -> None:
+    write(tmp_path, [[1] * 28])
+    found = forecast(tmp_path, "engine.num_kv_blocks=2", "sampling.max_tokens=null")
+    assert (found.facts.refused, found.facts.most_output_tokens) == ({}, 2 * 64 + 1 - 28)
+    assert found.plan.settings["engine.num_kv_blocks"] == 2, "it changes answers here"
+    with_limit = forecast(tmp_path, "engine.num_kv_blocks=2")
+    assert "engine.num_kv_blocks" not in with_limit.plan.settings
+
+
+def test_a_plan_for_a_gpu_that_is_not_here_says_so(tmp_path: Path) -> None:
+    write(tmp_path, [[1]])
+    text = format_forecast(forecast(tmp_path, "engine.device=cuda")).splitlines()[-1]
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    assert text.startswith("the job can run")
+    assert ("this machine has none" in text) is not has_gpu
+    assert "none" not in format_forecast(forecast(tmp_path)).splitlines()[-1]
+
+
+def test_a_column_that_is_all_but_a_parameter_is_pointed_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, [[1]], temprature=[0.5], title=["x"])
+    forecast(tmp_path)
+    (record,) = caplog.records
+    assert "'temprature'" in record.getMessage()
+    assert "'temperature'" in record.getMessage()

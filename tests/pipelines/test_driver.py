@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine import ConfigError, EngineConfig, EngineDead, RequestOutput
-from pipelines.driver import JobFailed, Orders, Outcome, RankDied, StopRequest
+from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, StopRequest
 from pipelines.manifest import OutputFolder
 from pipelines.report import read_runs, read_status
 from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine
-from tests.small_jobs import check_answers, make_plan, random_prompts, read_output, start_run, write_prompts
+from tests.small_jobs import (
+    InProcessFleet,
+    check_answers,
+    make_plan,
+    random_prompts,
+    read_output,
+    start_run,
+    write_prompts,
+)
 
 CONFIG = EngineConfig(model="fake", max_num_seqs=4)
 
@@ -352,4 +361,41 @@ def test_a_gpu_whose_rank_died_may_be_given_again(tmp_path: Path, folder: Output
     fleet._exchange = with_device  # type: ignore[method-assign]
     assert driver.run() is Outcome.COMMITTED
     assert fleet.num_deaths > 0
+    check_answers(read_output(folder.path), prompts)
+
+
+def stop_unheard(driver: Driver, fleet: InProcessFleet) -> None:
+    """Have the driver stop after some exchanges, while its ranks work on and are not heard any more."""
+    wait, num_waits = fleet.wait, 0
+
+    def work_on(timeout_s: float) -> list:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits < 8:
+            return wait(timeout_s)
+        driver.request_stop(StopRequest.NOW)
+        for worker in fleet.workers.values():
+            worker.turn()
+        time.sleep(0.1)
+        return []
+
+    fleet.wait = work_on  # type: ignore[method-assign]
+
+
+def test_rows_that_a_rank_journals_after_its_last_word_are_counted(
+    tmp_path: Path, folder: OutputFolder
+) -> None:
+    prompts = random_prompts(random.Random(10), 200)
+    write_prompts(tmp_path / "in.parquet", prompts)
+    plan = make_plan(tmp_path / "in.parquet", 100)
+    before = 0
+    for _ in range(2):  # the second run goes on with what the first left
+        driver, fleet = start_run(folder, plan, num_slots=1)
+        stop_unheard(driver, fleet)
+        assert driver.run() is Outcome.STOPPED
+        status = read_status(folder.path)
+        assert (status.num_reused, status.num_run) == (before, status.num_ok - before)
+        assert status.num_run > 0
+        before = status.num_ok
+    assert start_run(folder, plan)[0].run() is Outcome.COMMITTED
     check_answers(read_output(folder.path), prompts)

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from engine import Completion, ConfigError, FinishReason, RequestOutput, TokenLogprobs
-from pipelines.schema import ColumnContract, FinishedRow, build_contract
+from pipelines.schema import ColumnContract, FinishedRow, build_contract, find_near_misses
 
 L = pa.large_string()
 
@@ -210,3 +210,9 @@ def test_reasoning_and_what_was_fed_have_columns_when_asked_for() -> None:
     values = found.to_batch(rows).select(["reasoning", "completion", "prompt_token_ids"]).to_pylist()
     assert values[0] == {"reasoning": "because", "completion": "text 0", "prompt_token_ids": [1, 2]}
     assert set(values[1].values()) == {None}
+
+
+def test_names_that_are_all_but_ours_are_found_and_others_left_alone() -> None:
+    near = {"temprature": "temperature", "max_token": "max_tokens", "top-p": "top_p", "Promt": "prompt"}
+    others = ["prompt", "top_k", "n", "id", "text", "title", "system", "url", "name", "temp", "token"]
+    assert dict(find_near_misses([*near, *others])) == near

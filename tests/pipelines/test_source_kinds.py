@@ -177,6 +177,8 @@ def test_api_requests_are_known_by_their_first_line_and_no_line_is_lost(tmp_path
 
 def test_a_dataset_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    from datasets import Dataset
+
     data = tmp_path / "mine"
     data.mkdir()
     for split, count in (("train", 5), ("test", 2)):
@@ -189,3 +191,6 @@ def test_a_dataset_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         find_input(f"hf://{data}")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         find_input(f"hf://{data}:nope")
+    Dataset.from_dict({"prompt": ["a"]}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ConfigError, match="save_to_disk wrote: give the folder itself"):
+        find_input(f"hf://{tmp_path}/saved:train")
