@@ -162,7 +162,12 @@ class SlurmCluster:
         return found
 
     def close(self) -> None:
-        """End the daemons, and what is left of jobs."""
+        """End the jobs and the daemons, and what is left of jobs then."""
+        if (self._state / "n2.pid").exists():
+            self.command("scancel", "--partition=main")
+            deadline = time.monotonic() + _PATIENCE_S
+            while self.command("squeue", "-h", "-o", "%i").strip() and time.monotonic() < deadline:
+                time.sleep(0.2)  # the watchers of their steps end with them
         for name in ("n1", "n2", "ctld", "munge"):
             pid_file = self._state / f"{name}.pid"
             if pid_file.exists():
