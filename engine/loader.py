@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ConfigError
-from kernels.linear import Fp8Weight
+from kernels.linear import Fp8Weight, align_scales
 from kernels.moe import ExpertWeight, Mxfp4Weight
 from kernels.number_formats import SCALE_BLOCK, dequantise_fp8_weight, dequantise_mxfp4_weight
 
@@ -107,14 +107,14 @@ class WeightReader:
         return self.tensor(name, (out_features, in_features), dtype)
 
     def quantised(self, names: Sequence[str], out_features: int, in_features: int) -> Fp8Weight | Tensor:
-        """Linear weights one below the other, [len(names) * out, in]: as stored in fp8, or widened."""
+        """Linear weights one below the other, [len(names) * out, in]: in fp8 (values as stored) or widened."""
         is_kept = self.keeps_quantised and all(self._is_fp8(name) for name in names)
         if not is_kept or (len(names) > 1 and out_features % SCALE_BLOCK):
             return torch.cat([self.linear(name, out_features, in_features) for name in names])
         tiles = (-(-out_features // SCALE_BLOCK), -(-in_features // SCALE_BLOCK))
         values = [self.raw(f"{name}.weight", (out_features, in_features)) for name in names]
         scales = [self.scales(f"{name}.scale", tiles) for name in names]
-        return Fp8Weight(*(torch.cat(parts).to(self.device) for parts in (values, scales)))
+        return align_scales(Fp8Weight(*(torch.cat(parts).to(self.device) for parts in (values, scales))))
 
     def experts(
         self, names: Sequence[str], parts: Sequence[str], out_features: int, in_features: int

@@ -14,6 +14,10 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
 from engine.loader import WeightReader
+from engine.models.deepseek_v41_config import load_model_config
+from kernels.linear import Fp8Weight
+from kernels.moe import Mxfp4Weight
+from kernels.number_formats import dequantise_fp8_weight, dequantise_mxfp4_weight
 from tests.engine.golden_harness import load_model
 from tests.random_model import RandomModel, write_model, write_tokenizer
 
@@ -179,3 +183,21 @@ def test_quantised_weights_are_read_exactly(quantised: Path) -> None:
     exact = load_file(quantised / "dequantised" / "model.safetensors")
     for name, out, inner in (("layers.0.attn.wo_a", 64, 64), ("layers.1.ffn.experts.1.w3", 32, 64)):
         assert torch.equal(packed.linear(name, out, inner), exact[f"{name}.weight"].float())
+
+
+def test_what_stays_quantised_has_the_values_of_what_is_widened(quantised: Path) -> None:
+    """fp8 linears, two of them one below the other, and mxfp4 experts."""
+    config = load_model_config(quantised)
+    hidden, width = config.hidden_size, config.moe_intermediate_size
+    names = ["layers.0.ffn.shared_experts.w1", "layers.0.ffn.shared_experts.w3"]
+    experts = [f"layers.1.ffn.experts.{expert}" for expert in range(config.n_routed_experts)]
+    readers = [
+        WeightReader(quantised, dtype=torch.float32, device=torch.device("cpu"), keeps_quantised=kept)
+        for kept in (True, False)
+    ]
+    kept, wide = (reader.quantised(names, width, hidden) for reader in readers)
+    assert isinstance(kept, Fp8Weight)
+    assert torch.equal(dequantise_fp8_weight(*kept), wide)
+    kept, wide = (reader.experts(experts, ("w1", "w3"), width, hidden) for reader in readers)
+    assert isinstance(kept, Mxfp4Weight)
+    assert torch.equal(dequantise_mxfp4_weight(*kept), wide)
