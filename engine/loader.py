@@ -107,7 +107,7 @@ class WeightReader:
         return self.tensor(name, (out_features, in_features), dtype)
 
     def quantised(self, names: Sequence[str], out_features: int, in_features: int) -> Fp8Weight | Tensor:
-        """Linear weights one below the other, [len(names) * out, in]: in fp8 (values as stored) or widened."""
+        """Linear weights one below the other, [len(names) * out, in]: fp8 as stored in value, or widened."""
         is_kept = self.keeps_quantised and all(self._is_fp8(name) for name in names)
         if not is_kept or (len(names) > 1 and out_features % SCALE_BLOCK):
             return torch.cat([self.linear(name, out_features, in_features) for name in names])
