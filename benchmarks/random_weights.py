@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -62,6 +63,14 @@ class RandomWeights(WeightReader):
             values = torch.randint(-128, 128, shape, generator=self._generator(name), **self._on(torch.int8))
             return values
         return self._plain(name, shape)
+
+    def mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """There is no file to leave it in."""
+        return self.raw(name, shape)
+
+    def _fill(self, wanted: Sequence[tuple[str, Tensor]]) -> None:
+        for name, place in wanted:
+            place.copy_(self.raw(name, tuple(place.shape)).view(place.dtype))
 
     def _stored_dtype(self, name: str) -> str:
         formats = {"mxfp4": "I8", "fp8": "F8_E4M3", "plain": "BF16"}

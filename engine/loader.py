@@ -1,82 +1,92 @@
-"""Safetensors to parameters: every tensor is used, or ignored for a stated reason, or stops the load.
+"""Safetensors to parameters: every tensor is used, or left for a stated reason, or stops the load.
 
 ``WeightReader`` hands out tensors by name with the shape the model expects: the release's fp8 and mxfp4
-layouts as stored, where kernels read them, else widened on the way. It knows nothing of what a tensor is for.
+layouts as stored, where kernels read them, else widened on the way. It knows nothing of what a tensor is for,
+but that a rank may hold a part of a layer's experts.
 """
 
 from __future__ import annotations
 
-import contextlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.checkpoint import StoredTensor, is_ignored, read_checkpoint
 from engine.errors import ConfigError
+from engine.weight_stream import WeightStream
 from kernels.linear import Fp8Weight, align_scales
 from kernels.moe import ExpertWeight, Mxfp4Weight
 from kernels.number_formats import SCALE_BLOCK, dequantise_fp8_weight, dequantise_mxfp4_weight
 
-IGNORED_PREFIXES = {
-    "mtp.": "draft stages are not run",
-    "vision.": "text only",
-    "aligner.": "text only",
-    "image_": "text only",
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
 }
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class WeightReader:
-    """Tensors of a model folder, read once each.
+    """Tensors of a model folder, read once each, in parallel and straight to the device.
 
     ``keeps_quantised``: ``quantised`` and ``experts`` give what is stored in fp8 or mxfp4 as it is.
+    ``local_experts``: which experts of each layer are this rank's; None is all. The others' tensors are
+    another rank's: never read, and not missed. On the "meta" device nothing is read, and all is checked.
     """
 
+    local_experts: range | None = None
+
     def __init__(
-        self, folder: str | Path, *, dtype: torch.dtype, device: torch.device, keeps_quantised: bool = False
+        self,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        keeps_quantised: bool = False,
+        local_experts: range | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = device
         self.keeps_quantised = keeps_quantised
-        self._stack = contextlib.ExitStack()
-        self._files: dict[str, Any] = {}
-        files = sorted(Path(folder).glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"model folder {folder} has no *.safetensors file")
-        for path in files:
-            try:
-                handle = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path} is no readable safetensors file: {error}") from None
-            for name in handle.keys():  # noqa: SIM118  (safe_open is no mapping)
-                if name in self._files:
-                    raise ConfigError(f"tensor {name} is in two files of {folder}")
-                self._files[name] = handle
-        self._unread = {n for n in self._files if not n.startswith(tuple(IGNORED_PREFIXES))}
+        self.local_experts = local_experts
+        self._tensors = read_checkpoint(folder)
+        self._unread = {name for name in self._tensors if not is_ignored(name) and self._is_local(name)}
+        total_bytes = sum(self._tensors[name].num_bytes for name in self._unread)
+        self._stream = WeightStream(total_bytes=total_bytes)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a tensor of this name."""
-        return name in self._files
+        return name in self._tensors
 
     def raw(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor as stored, on the CPU (memory-mapped). Raises ``ConfigError`` with both shapes."""
-        if name not in self._files:
-            raise ConfigError(f"tensor {name} is missing (expected shape {list(shape)})")
-        stored = tuple(self._files[name].get_slice(name).get_shape())
-        if stored != shape:
-            raise ConfigError(f"tensor {name} has shape {list(stored)}, expected {list(shape)}")
-        self._unread.discard(name)
-        stored_tensor: Tensor = self._files[name].get_tensor(name)
-        return stored_tensor
+        """The tensor as stored, on the device. Raises ``ConfigError`` with both shapes."""
+        place = torch.empty(shape, dtype=_torch_dtype(self._find(name, shape)), device=self.device)
+        self._fill([(name, place)])
+        return place
+
+    def mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor as stored, in its file: a page of it is read when it is looked at."""
+        stored = self._find(name, shape)
+        self._stream.pass_over(stored.num_bytes)
+        # Copy on write: torch wants memory that it could write to, and the file stays as it is.
+        bytes_ = np.memmap(stored.path, np.uint8, mode="c", offset=stored.offset, shape=(stored.num_bytes,))
+        return torch.from_numpy(bytes_).view(_torch_dtype(stored)).view(shape)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """An unquantised tensor in ``dtype`` (the engine's by default) on the device."""
         stored = self.raw(name, shape)
         if not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
             raise ConfigError(f"tensor {name} is stored as {stored.dtype}, expected a plain float")
-        return stored.to(device=self.device, dtype=dtype or self.dtype)
+        return stored.to(dtype or self.dtype)
 
     def linear(
         self, name: str, out_features: int, in_features: int, dtype: torch.dtype | None = None
@@ -88,16 +98,14 @@ class WeightReader:
         if self._is_mxfp4(name):
             packed = self.raw(f"{name}.weight", (out_features, in_features // 2))
             scale = self.scales(scale_name, (out_features, in_features // SCALE_BLOCK))
-            wide = dequantise_mxfp4_weight(packed.to(self.device), scale.to(self.device))
+            wide = dequantise_mxfp4_weight(packed, scale)
         else:
             stored = self.raw(f"{name}.weight", (out_features, in_features))
             if stored.dtype != torch.float8_e4m3fn:
                 raise ConfigError(
                     f"tensor {name}.weight is stored as {stored.dtype}, expected float8_e4m3fn or int8"
                 )
-            tiles = (-(-out_features // SCALE_BLOCK), -(-in_features // SCALE_BLOCK))
-            scale = self.scales(scale_name, tiles)
-            wide = dequantise_fp8_weight(stored.to(self.device), scale.to(self.device))
+            wide = dequantise_fp8_weight(stored, self.scales(scale_name, _tiles(out_features, in_features)))
         return wide.to(dtype or self.dtype)
 
     def head(self, name: str, out_features: int, in_features: int) -> Tensor:
@@ -111,46 +119,81 @@ class WeightReader:
         is_kept = self.keeps_quantised and all(self._is_fp8(name) for name in names)
         if not is_kept or (len(names) > 1 and out_features % SCALE_BLOCK):
             return torch.cat([self.linear(name, out_features, in_features) for name in names])
-        tiles = (-(-out_features // SCALE_BLOCK), -(-in_features // SCALE_BLOCK))
-        values = [self.raw(f"{name}.weight", (out_features, in_features)) for name in names]
-        scales = [self.scales(f"{name}.scale", tiles) for name in names]
-        return align_scales(Fp8Weight(*(torch.cat(parts).to(self.device) for parts in (values, scales))))
+        values = self._empty(len(names), out_features, in_features, dtype=torch.float8_e4m3fn)
+        scales = self._empty(len(names), *_tiles(out_features, in_features))
+        self._fill([(f"{name}.weight", values[i]) for i, name in enumerate(names)])
+        self._fill([(f"{name}.scale", scales[i]) for i, name in enumerate(names)])
+        return align_scales(Fp8Weight(values.flatten(0, 1), scales.flatten(0, 1)))
 
     def experts(
         self, names: Sequence[str], parts: Sequence[str], out_features: int, in_features: int
     ) -> ExpertWeight:
-        """``name.part`` of all experts, parts one below the other: [len(names), len(parts) * out, in].
+        """``name.part`` of the local experts, parts one below the other: [experts, len(parts) * out, in].
 
-        mxfp4 as stored goes to the device expert by expert, so that the host holds one at a time.
+        ``names`` are those of all experts of a layer. mxfp4 as stored goes straight to its place.
         """
-        linears = [[f"{name}.{part}" for part in parts] for name in names]
+        local = range(len(names)) if self.local_experts is None else self.local_experts
+        linears = [[f"{names[expert]}.{part}" for part in parts] for expert in local]
         if not (self.keeps_quantised and all(self._is_mxfp4(name) for row in linears for name in row)):
             stacked = [
                 torch.cat([self.linear(name, out_features, in_features) for name in row]) for row in linears
             ]
             return torch.stack(stacked)
-
-        def empty(width: int) -> Tensor:
-            shape = (len(names), len(parts) * out_features, width)
-            return torch.empty(shape, dtype=torch.uint8, device=self.device)
-
-        values, scales = empty(in_features // 2), empty(in_features // SCALE_BLOCK)
-        for expert, row in enumerate(linears):
-            for part, name in enumerate(row):
-                rows = slice(part * out_features, (part + 1) * out_features)
-                packed = self.raw(f"{name}.weight", (out_features, in_features // 2))
-                values[expert, rows].copy_(packed.view(torch.uint8))
-                scales[expert, rows].copy_(
-                    self.scales(f"{name}.scale", (out_features, in_features // SCALE_BLOCK))
-                )
-        return Mxfp4Weight(values, scales)
+        values = self._empty(len(local), len(parts), out_features, in_features // 2)
+        scales = self._empty(len(local), len(parts), out_features, in_features // SCALE_BLOCK)
+        places = [(expert, part, name) for expert, row in enumerate(linears) for part, name in enumerate(row)]
+        self._fill(
+            [
+                (f"{name}.{kind}", place[expert, part])
+                for expert, part, name in places
+                for kind, place in (("weight", values), ("scale", scales))
+            ]
+        )
+        return Mxfp4Weight(values.flatten(1, 2), scales.flatten(1, 2))
 
     def scales(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """e8m0 scales as uint8 bytes, on the CPU."""
-        stored = self.raw(name, shape)
-        if stored.dtype.itemsize != 1:
-            raise ConfigError(f"tensor {name} is stored as {stored.dtype}, expected float8_e8m0fnu")
-        return stored.view(torch.uint8)
+        """e8m0 scales as uint8 bytes, on the device."""
+        return self.raw(name, shape).view(torch.uint8)
+
+    def finish(self) -> None:
+        """Close the files. Raises ``ConfigError`` naming a tensor that no part of the model asked for."""
+        self._stream.close()
+        if self._unread:
+            names = sorted(self._unread)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ConfigError(f"tensor {names[0]}{more} in the checkpoint is not part of this model")
+
+    def _is_local(self, name: str) -> bool:
+        if self.local_experts is None or (found := _EXPERT.search(name)) is None:
+            return True
+        return int(found[1]) in self.local_experts
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """A tensor that has to be there, and from now on is used."""
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise ConfigError(f"tensor {name} is missing (expected shape {list(shape)})")
+        if stored.shape != shape:
+            raise ConfigError(
+                f"tensor {name} of {stored.path} has shape {list(stored.shape)}, expected {list(shape)}"
+            )
+        if name.endswith(".scale") and stored.dtype not in ("F8_E8M0", "U8"):
+            raise ConfigError(
+                f"tensor {name} of {stored.path} is stored as {stored.dtype}, expected float8_e8m0fnu"
+            )
+        self._unread.discard(name)
+        return stored
+
+    def _fill(self, wanted: Sequence[tuple[str, Tensor]]) -> None:
+        """Read tensors as stored into places of their shapes."""
+        found = [(self._find(name, tuple(place.shape)), place) for name, place in wanted]
+        if self.device.type == "meta":
+            self._stream.pass_over(sum(stored.num_bytes for stored, _ in found))
+        else:
+            self._stream.read(found)
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _is_fp8(self, name: str) -> bool:
         return self.has(f"{name}.scale") and self._stored_dtype(f"{name}.weight") == "F8_E4M3"
@@ -160,12 +203,15 @@ class WeightReader:
 
     def _stored_dtype(self, name: str) -> str:
         """The name of a dtype; empty where there is no such tensor."""
-        return str(self._files[name].get_slice(name).get_dtype()) if name in self._files else ""
+        return self._tensors[name].dtype if name in self._tensors else ""
 
-    def finish(self) -> None:
-        """Close the files. Raises ``ConfigError`` naming a tensor that no part of the model asked for."""
-        self._stack.close()
-        if self._unread:
-            names = sorted(self._unread)
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ConfigError(f"tensor {names[0]}{more} in the checkpoint is not part of this model")
+
+def _torch_dtype(stored: StoredTensor) -> torch.dtype:
+    if stored.dtype not in _DTYPES:
+        raise ConfigError(f"tensor {stored.name} of {stored.path} is stored as {stored.dtype}")
+    return _DTYPES[stored.dtype]
+
+
+def _tiles(out_features: int, in_features: int) -> tuple[int, int]:
+    """How many scales an fp8 weight has, rows and columns."""
+    return -(-out_features // SCALE_BLOCK), -(-in_features // SCALE_BLOCK)

@@ -6,13 +6,10 @@ last word. Imports neither torch nor triton.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from engine.checkpoint import StoredTensor, is_ignored, read_checkpoint
 from engine.config import (
     KV_BLOCK_SIZE,
     EngineConfig,
@@ -20,10 +17,8 @@ from engine.config import (
     resolve_block_counts,
     resolve_max_model_len,
 )
-from engine.errors import ConfigError
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
 
-_UNUSED = ("mtp.", "vision.", "aligner.", "image_")  # text generation loads none of them
 _STORED_AS_IS = (".embed.weight", ".embed.scale")  # the n-gram tables: looked up, never multiplied
 _KEPT_IN_FLOAT32 = ("head.weight", ".gate.weight", "_fn")
 _SCALE_DTYPES = {"F8_E8M0"}
@@ -79,53 +74,27 @@ def estimate_memory(config: EngineConfig) -> MemoryEstimate:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if model.dtype == "float32" else "bfloat16"
-    headers = read_headers(Path(config.model))
+    tensors = [t for t in read_checkpoint(config.model).values() if not is_ignored(t.name)]
     block_bytes, state_bytes = _cache_bytes(model, config, _ITEM_BYTES[dtype])
     return MemoryEstimate(
         dtype=dtype,
         max_model_len=resolve_max_model_len(config, model_max_len=model.max_position_embeddings),
-        num_checkpoint_bytes=sum(_num_stored_bytes(tensor) for tensor in headers.values()),
-        num_weight_bytes=sum(
-            _num_loaded_bytes(name, tensor, _ITEM_BYTES[dtype]) for name, tensor in headers.items()
-        ),
+        num_checkpoint_bytes=sum(tensor.num_bytes for tensor in tensors),
+        num_weight_bytes=sum(_num_loaded_bytes(tensor, _ITEM_BYTES[dtype]) for tensor in tensors),
         num_scratch_bytes=config.max_num_batched_tokens * model.hc_mult * model.hidden_size * 4 * 8,
         num_state_bytes=config.max_num_seqs * state_bytes,
         num_bytes_per_block=block_bytes,
     )
 
 
-def read_headers(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Name -> dtype, shape and place of every tensor that text generation loads."""
-    tensors: dict[str, Mapping[str, Any]] = {}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"model folder {folder} has no *.safetensors file")
-    for path in files:
-        try:
-            with open(path, "rb") as file:
-                # The length comes first, and in a damaged file it is anything.
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(min(length, path.stat().st_size)))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} is no readable safetensors file: {error}") from error
-        tensors |= {name: tensor for name, tensor in header.items() if not name.startswith(_UNUSED)}
-    tensors.pop("__metadata__", None)
-    return tensors
-
-
-def _num_stored_bytes(tensor: Mapping[str, Any]) -> int:
-    start, end = tensor["data_offsets"]
-    return int(end - start)
-
-
-def _num_loaded_bytes(name: str, tensor: Mapping[str, Any], item_bytes: int) -> int:
+def _num_loaded_bytes(tensor: StoredTensor, item_bytes: int) -> int:
     """As the loader keeps it: products' weights in the engine's dtype, small vectors in float32."""
-    if name.endswith(_STORED_AS_IS):
-        return _num_stored_bytes(tensor)
-    if tensor["dtype"] in _SCALE_DTYPES:
+    if tensor.name.endswith(_STORED_AS_IS):
+        return tensor.num_bytes
+    if tensor.dtype in _SCALE_DTYPES:
         return 0
-    num_elements: int = math.prod(tensor["shape"]) * (2 if tensor["dtype"] == _PACKED_FP4 else 1)
-    is_float32 = len(tensor["shape"]) < 2 or name.endswith(_KEPT_IN_FLOAT32)
+    num_elements = math.prod(tensor.shape) * (2 if tensor.dtype == _PACKED_FP4 else 1)
+    is_float32 = len(tensor.shape) < 2 or tensor.name.endswith(_KEPT_IN_FLOAT32)
     return num_elements * (4 if is_float32 else item_bytes)
 
 

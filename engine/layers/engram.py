@@ -37,12 +37,12 @@ class Engram:
         self._dtype = reader.dtype
         self._activations = activations
         self._ops = ops
-        self._table = reader.raw(f"{prefix}.embed.weight", (num_rows, dim)).to(reader.device)  # as stored
+        stored = reader.mapped if reader.device.type == "cpu" else reader.raw
+        self._table = stored(f"{prefix}.embed.weight", (num_rows, dim))
         self._table_scale: Tensor | None = None
         if reader.has(f"{prefix}.embed.scale"):
-            self._table_scale = reader.scales(f"{prefix}.embed.scale", (num_rows, dim // SCALE_BLOCK)).to(
-                reader.device
-            )
+            scale = stored(f"{prefix}.embed.scale", (num_rows, dim // SCALE_BLOCK))
+            self._table_scale = scale.view(torch.uint8)
         wkv = reader.quantised([f"{prefix}.wkv"], (k + 1) * hidden, width)
         self._wkv = QuantisedLinear(wkv, reader.dtype, ops)
         self._q_weight = reader.tensor(f"{prefix}.q_weight", (k, hidden), torch.float32)

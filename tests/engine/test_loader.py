@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine import weight_stream
+from engine.checkpoint import INDEX_NAME, read_checkpoint
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
@@ -168,6 +173,110 @@ def test_a_folder_without_or_with_broken_weights_is_refused(plain: Path, tmp_pat
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         build(folder)
+
+
+def test_a_truncated_file_is_named_with_its_tensor(plain: Path, tmp_path: Path) -> None:
+    """Cut before it is opened, and cut while it is read."""
+    folder = changed(plain, tmp_path / "m", {})
+    path = folder / "model.safetensors"
+    reader = WeightReader(folder, dtype=torch.float32, device=torch.device("cpu"))
+    last = max(read_checkpoint(folder).values(), key=lambda tensor: tensor.offset)
+    os.truncate(path, path.stat().st_size - 1)
+    for read in (lambda: reader.raw(last.name, last.shape), lambda: build(folder)):
+        with pytest.raises(ConfigError, match=re.escape(f"{path} is truncated: tensor {last.name}")):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_offsets": [8, 4]}, "tensor norm.weight lies at 8..4"),
+        ({"dtype": "F32"}, "tensor norm.weight has 128 bytes, not those of F32 [64]"),
+        ({"shape": [63]}, "tensor norm.weight has 128 bytes, not those of BF16 [63]"),
+        ({"shape": 64}, "is no readable safetensors file"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(
+    plain: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    folder = changed(plain, tmp_path / "m", {})
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["norm.weight"] |= changes
+    new = json.dumps(header).encode()
+    path.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + length :])
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        build(folder)
+    assert str(path) in str(refused.value)
+
+
+def test_an_index_is_checked_where_there_is_one(plain: Path, tmp_path: Path) -> None:
+    folder = changed(plain, tmp_path / "m", {})
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+
+    def load(weight_map: dict[str, str]) -> None:
+        (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+        build(folder)
+
+    load(names)
+    with pytest.raises(ConfigError, match=r"tensor lost is missing: .* it is in model-2\.safetensors"):
+        load(names | {"lost": "model-2.safetensors"})
+    with pytest.raises(ConfigError, match=r"tensor norm\.weight is in model\.safetensors, .* says other"):
+        load(names | {"norm.weight": "other"})
+    with pytest.raises(ConfigError, match=r"tensor norm\.weight of .* is not in"):
+        load({name: file for name, file in names.items() if name != "norm.weight"})
+    (folder / INDEX_NAME).write_text("[]")
+    with pytest.raises(ConfigError, match=r"index\.json cannot be read"):
+        build(folder)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "widened"])
+def test_a_rank_reads_its_own_experts_only(quantised: Path, tmp_path: Path, kept: bool) -> None:
+    """Another rank's may even be missing; together the ranks have what one rank has."""
+    config = load_model_config(quantised)
+    names = [f"layers.1.ffn.experts.{expert}" for expert in range(config.n_routed_experts)]
+
+    def read(folder: Path, local: range | None) -> list[Tensor]:
+        reader = WeightReader(
+            folder,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            keeps_quantised=kept,
+            local_experts=local,
+        )
+        found = reader.experts(names, ("w1", "w3"), config.moe_intermediate_size, config.hidden_size)
+        return list(found) if isinstance(found, Mxfp4Weight) else [found]
+
+    all_of_them = read(quantised, None)
+    parts = [read(quantised, range(first, first + 1)) for first in range(2)]
+    for whole, *cut in zip(all_of_them, *parts, strict=True):
+        assert torch.equal(whole, torch.cat(cut))
+    without = {name: None for name in load_file(quantised / "model.safetensors") if ".experts.1." in name}
+    assert torch.equal(read(changed(quantised, tmp_path / "m", without), range(1))[0], parts[0][0])
+
+
+def test_large_tensors_are_read_in_pieces(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of a size that divides nothing, by several threads: every byte is in its place."""
+    monkeypatch.setattr(weight_stream, "PIECE_BYTES", 1000)
+    wide = torch.arange(96 * 64, dtype=torch.float32).view(96, 64)
+    folder = changed(plain, tmp_path / "m", {"embed.weight": wide})
+    reader = WeightReader(folder, dtype=torch.float32, device=torch.device("cpu"))
+    assert torch.equal(reader.tensor("embed.weight", (96, 64)), wide)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_the_bytes_that_a_cpu_gets(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_stream, "PIECE_BYTES", 1000)
+    for name, stored in read_checkpoint(quantised).items():
+        on_cpu, on_gpu = (
+            WeightReader(quantised, dtype=torch.float32, device=torch.device(kind)).raw(name, stored.shape)
+            for kind in ("cpu", "cuda")
+        )
+        assert torch.equal(on_cpu.view(torch.uint8), on_gpu.cpu().view(torch.uint8)), name
 
 
 def test_a_tokenizer_of_another_size_is_refused(plain: Path, tmp_path: Path) -> None:
