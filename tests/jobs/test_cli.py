@@ -101,8 +101,14 @@ def test_exit_codes_are_in_the_help_of_every_command() -> None:
 
 def test_a_wrong_flag_and_a_folder_without_a_job_exit_with_2(tmp_path: Path) -> None:
     assert run_command("run", "--modle", "m").returncode == 2
-    assert run_command("verify", "out", "--rows", "0").returncode == 2
-    assert run_command("plan", "--rows", "-1").returncode == 2
+    for command in (
+        ("verify", "out", "--rows", "0"),
+        ("plan", "--rows", "x"),
+        ("plan", "--tokens-per-s", "-1"),
+    ):
+        refused = run_command(*command)
+        assert refused.returncode == 2
+        assert f"{command[-2]}: '{command[-1]}' is no " in refused.stderr
     for flag, value in (("--time-limit", "7"), ("--until", "25:00"), ("--slice", "4/4")):
         done = run_command("run", flag, value)
         assert done.returncode == 2
