@@ -36,8 +36,9 @@ class SortedRows:
     """What a product reads: [num_slots, depth] as e4m3, as bfloat16 or as both, and the rows' scales."""
 
     def __init__(
-        self, x: Tensor, position: Tensor, copies: int, mode: ActivationMode, *, has_wide: bool
-    ) -> None:
+        self, x: Tensor, position: Tensor, copies: int, mode: ActivationMode, *, has_wide: bool,
+        exponents: Tensor | None = None,
+    ) -> None:  # fmt: skip
         num_rows, width = x.shape
         is_row = mode == "row"
         block = triton.next_power_of_2(width)
@@ -51,9 +52,10 @@ class SortedRows:
         self.scales = torch.empty(num_rows * copies, dtype=torch.float32, device=x.device) if is_row else None
         targets = [x if target is None else target for target in (self.fp8, self.bf16, self.scales)]
         place_rows_kernel[(num_rows,)](
-            x, position, *targets, x.stride(0),
+            x, x if exponents is None else exponents, position, *targets, x.stride(0),
             WIDTH=width, COPIES=copies, BLOCK=block, IS_ROW=is_row, IS_ROUNDED=mode != "none",
-            HAS_FP8=self.fp8 is not None, HAS_BF16=self.bf16 is not None, num_warps=8,
+            HAS_EXPONENTS=exponents is not None, HAS_FP8=self.fp8 is not None,
+            HAS_BF16=self.bf16 is not None, num_warps=8,
         )  # fmt: skip
 
 
@@ -98,15 +100,15 @@ def product(
 
 
 def prepared_expert_mlp(
-    x: Tensor, routes: Routes, w13: PreparedMxfp4, w2: PreparedMxfp4, limit: float, mode: ActivationMode,
-    out: Tensor,
+    x: Tensor, exponents: Tensor | None, routes: Routes, w13: PreparedMxfp4, w2: PreparedMxfp4, limit: float,
+    mode: ActivationMode, out: Tensor,
 ) -> None:  # fmt: skip
-    """``expert_mlp`` on weights from ``prepare_experts``."""
+    """``expert_mlp`` on weights from ``prepare_experts``; ``exponents`` of rows that are rounded already."""
     num_rows, top_k = routes.expert_ids.shape
     intermediate = w2.values.shape[2] * 128
     box = choose_box(num_rows)
     plan = plan_slots(routes.expert_ids, w13.values.shape[0], 4 * box)
-    rows = SortedRows(x, plan.position, top_k, mode, has_wide=w13.has_wide)
+    rows = SortedRows(x, plan.position, top_k, mode, has_wide=w13.has_wide, exponents=exponents)
     hidden = torch.empty(num_rows * top_k, intermediate, dtype=torch.bfloat16, device=x.device)
     product(rows, w13, plan, routes, hidden, limit, box)
     rows = SortedRows(hidden, plan.position, 1, mode, has_wide=w2.has_wide)

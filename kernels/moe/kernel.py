@@ -46,12 +46,35 @@ def round_rows_kernel(
 
 
 @triton.jit
+def widen_rows_kernel(
+    codes_ptr, exponents_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_ROW: tl.constexpr
+):
+    """One rounded row, e4m3 bytes and exponents, to its numbers: what ``round_rows_kernel`` gives."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK // 32)
+    column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    is_in = column < WIDTH
+    codes = tl.load(codes_ptr + row * WIDTH + column, mask=is_in, other=0).to(tl.int32)
+    if IS_ROW:
+        exponents = tl.load(exponents_ptr + row + group * 0)
+    else:
+        exponents = tl.load(exponents_ptr + row * (WIDTH // 32) + group, mask=group < WIDTH // 32, other=127)
+    scale = tl.broadcast_to(e8m0_values(exponents)[:, None], [BLOCK // 32, 32])
+    wide = e4m3_values(codes) * scale
+    tl.store(out_ptr + row * WIDTH + column, wide.to(out_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
 def place_rows_kernel(
-    x_ptr, position_ptr, fp8_ptr, bf16_ptr, scale_ptr, stride_x_row,
+    x_ptr, exponent_ptr, position_ptr, fp8_ptr, bf16_ptr, scale_ptr, stride_x_row,
     WIDTH: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
-    IS_ROW: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_FP8: tl.constexpr, HAS_BF16: tl.constexpr,
+    IS_ROW: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_EXPONENTS: tl.constexpr,
+    HAS_FP8: tl.constexpr, HAS_BF16: tl.constexpr,
 ):  # fmt: skip
     """One row, rounded, to the positions of its slots, columns in the order that prepared weights want.
+
+    A row that was rounded before has exponents of its own, so that it gets the very codes it had; a slot
+    without an expert (position -1) gets nothing.
 
     With one scale a row the numbers go out without it, and it to ``scale`` [num_slots] fp32. On the GPU only:
     the interpreter does not round its conversion to e4m3.
@@ -66,6 +89,13 @@ def place_rows_kernel(
     exponent = fp8_exponent(tl.max(tl.max(tl.abs(x), 2), 1))
     if IS_ROW:
         exponent = tl.zeros([BLOCK // 32], tl.int32) + tl.max(exponent, 0)
+    if HAS_EXPONENTS:
+        of_group = tl.arange(0, BLOCK // 32)
+        if IS_ROW:
+            exponent = tl.load(exponent_ptr + row + of_group * 0).to(tl.int32)
+        else:
+            of_row = exponent_ptr + row * (WIDTH // 32)
+            exponent = tl.load(of_row + of_group, mask=of_group < WIDTH // 32, other=127).to(tl.int32)
     if IS_ROUNDED:
         # A product with the power of two's reciprocal is exact, or so small that it rounds to zero.
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -78,13 +108,14 @@ def place_rows_kernel(
         position = row * COPIES + copy
         if COPIES > 1:
             position = tl.load(position_ptr + position).to(tl.int64)
+        is_placed = is_in & (position >= 0)
         if HAS_FP8:
-            tl.store(fp8_ptr + position * WIDTH + to_block + n, codes, mask=is_in)
+            tl.store(fp8_ptr + position * WIDTH + to_block + n, codes, mask=is_placed)
         if HAS_BF16:
             place = 8 * (n // 2 % 2) + 2 * (n // 4) + n % 2
-            tl.store(bf16_ptr + position * WIDTH + to_block + place, x.to(tl.bfloat16), mask=is_in)
+            tl.store(bf16_ptr + position * WIDTH + to_block + place, x.to(tl.bfloat16), mask=is_placed)
         if IS_ROW:
-            tl.store(scale_ptr + position, tl.max(e8m0_values(exponent), 0))
+            tl.store(scale_ptr + position, tl.max(e8m0_values(exponent), 0), mask=position >= 0)
 
 
 @triton.jit

@@ -18,11 +18,12 @@ from kernels.moe.kernel import (
     expert_product_kernel,
     round_rows_kernel,
     swiglu_kernel,
+    widen_rows_kernel,
 )
 from kernels.moe.reference import Routes
 from kernels.moe.routing import Plan, plan_slots
 from kernels.moe.weights import ExpertWeight, Mxfp4Weight, PreparedMxfp4, weight_shape
-from kernels.number_formats import SCALE_BLOCK, ActivationMode
+from kernels.number_formats import SCALE_BLOCK, ActivationMode, QuantisedRows
 
 MODES = ("release", "row", "none")
 
@@ -72,6 +73,24 @@ def _round_rows(x: Tensor, mode: ActivationMode) -> Tensor:
     return out
 
 
+def _widen_rows(x: QuantisedRows, mode: ActivationMode, dtype: torch.dtype | None) -> Tensor:
+    """The same of rows that were rounded before they came here."""
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype: expected float32 or bfloat16 with rounded rows, got {dtype}")
+    expect_tensor("x.values", x.values, (None, None), (torch.float8_e4m3fn,))
+    num_rows, width = x.values.shape
+    num_scales = 1 if mode == "row" else width // SCALE_BLOCK
+    expect_tensor("x.scales", x.scales, (num_rows, num_scales), (torch.uint8,), like=x.values)
+    out = torch.empty(num_rows, width, dtype=dtype, device=x.values.device)
+    if num_rows:
+        block = triton.next_power_of_2(width)
+        widen_rows_kernel[(num_rows,)](
+            x.values.view(torch.uint8), x.scales, out,
+            WIDTH=width, BLOCK=block, IS_ROW=mode == "row", num_warps=min(8, max(1, block // 512)),
+        )  # fmt: skip
+    return out
+
+
 def _product(
     x: Tensor,
     weight: Tensor | Mxfp4Weight,
@@ -95,34 +114,43 @@ def _product(
 
 
 def expert_mlp(
-    x: Tensor,
+    x: Tensor | QuantisedRows,
     routes: Routes,
     w13: ExpertWeight,
     w2: ExpertWeight,
     *,
     limit: float,
     mode: ActivationMode,
+    dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Every slot's expert output: ``w2 (weight * silu(min(w1 x, limit)) * clip(w3 x, -limit, limit))``.
 
     Args:
-        x: [num_rows, hidden], float32 or bfloat16; rows may lie apart where the mode rounds them.
-        routes: expert ids [num_rows, top_k] int64, all of them experts of the weights, and slot weights
-            [num_rows, top_k] fp32.
+        x: [num_rows, hidden], float32 or bfloat16; rows may lie apart where the mode rounds them. Or what
+            ``quantise_activations`` makes of them in the same mode.
+        routes: expert ids [num_rows, top_k] int64, experts of the weights or -1 for one held elsewhere, and
+            slot weights [num_rows, top_k] fp32.
         w13: [num_experts, 2 * intermediate, hidden], the gate's rows first; w2: [num_experts, hidden,
             intermediate]; each mxfp4 or of the dtype of ``x``, or both from ``prepare_experts`` (the first
             gated; on Hopper, for bfloat16 rows). Both depths are multiples of 32.
         limit: clamp of the activation.
         mode: how the input of each product is rounded.
+        dtype: that of the result, where ``x`` is rounded already; else it is that of ``x``.
         out: where to write; None allocates.
 
     Returns:
-        [num_rows, top_k, hidden], dtype of ``x``. The caller sums the slots in order.
+        [num_rows, top_k, hidden]; slots of experts held elsewhere are left as they are. The caller sums the
+        slots in order.
 
     Raises:
         ValueError: an argument is not as described.
     """
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {MODES}, got {mode}")
+    exponents: Tensor | None = None
+    if isinstance(x, QuantisedRows):
+        exponents, x = x.scales, _widen_rows(x, mode, dtype)
     expect_tensor("x", x, (None, None), FLOATS, is_strided=mode != "none")
     num_rows, width = x.shape
     experts, double, _ = weight_shape(w13)
@@ -133,8 +161,6 @@ def expert_mlp(
         raise ValueError(f"w2: expected prepared like w13, got {type(w13).__name__} and {type(w2).__name__}")
     if width % SCALE_BLOCK or intermediate % SCALE_BLOCK:
         raise ValueError(f"w13: expected depths of whole {SCALE_BLOCK}s, got {width} and {intermediate}")
-    if mode not in MODES:
-        raise ValueError(f"mode: expected one of {MODES}, got {mode}")
     ids, weights = routes
     expect_tensor("routes.expert_ids", ids, (num_rows, None), (torch.int64,), like=x)
     expect_tensor("routes.weights", weights, tuple(ids.shape), (torch.float32,), like=x)
@@ -144,12 +170,12 @@ def expert_mlp(
     if num_rows == 0:
         return out
     if isinstance(w13, PreparedMxfp4) and isinstance(w2, PreparedMxfp4):
-        prepared_expert_mlp(x, routes, w13, w2, limit, mode, out)
+        prepared_expert_mlp(x, exponents, routes, w13, w2, limit, mode, out)
         return out
     assert not isinstance(w13, PreparedMxfp4)
     assert not isinstance(w2, PreparedMxfp4)
     plan = plan_slots(ids, experts, choose_config(width, intermediate, x.dtype).rows)
-    rows = x if mode == "none" else _round_rows(x, mode)
+    rows = x if mode == "none" or exponents is not None else _round_rows(x, mode)
     hidden = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
     _product(rows, w13, plan, routes, hidden, limit, is_gated=True)
     if mode != "none":

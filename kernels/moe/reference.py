@@ -11,7 +11,12 @@ from torch import Tensor
 from kernels.linear import linear_reference
 from kernels.moe.prepared import expert_matrix
 from kernels.moe.weights import ExpertWeight, weight_shape
-from kernels.number_formats import ActivationMode, dequantise_activations, quantise_activations_reference
+from kernels.number_formats import (
+    ActivationMode,
+    QuantisedRows,
+    dequantise_activations,
+    quantise_activations_reference,
+)
 from kernels.tree_sum import tree_sum
 from kernels.whole_vectors import on_whole_vectors
 
@@ -21,7 +26,7 @@ EXPERT_ROW_TILE = 32
 class Routes(NamedTuple):
     """Each row's experts, best biased score first; a row's slots are summed in this order."""
 
-    expert_ids: Tensor  # [num_rows, top_k] int64
+    expert_ids: Tensor  # [num_rows, top_k] int64; -1 is an expert that is held elsewhere
     weights: Tensor  # [num_rows, top_k] fp32
 
 
@@ -60,39 +65,45 @@ def swiglu_reference(gate_and_up: Tensor, weights: Tensor | None, *, limit: floa
 
 
 def expert_mlp_reference(
-    x: Tensor,
+    x: Tensor | QuantisedRows,
     routes: Routes,
     w13: ExpertWeight,
     w2: ExpertWeight,
     *,
     limit: float,
     mode: ActivationMode,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Every slot's expert output.
+    """Every slot's expert output; a slot without an expert (id -1) holds anything.
 
     Args:
-        x: [num_rows, hidden].
+        x: [num_rows, hidden], as it is or as rounded by the mode.
         w13: [num_experts, 2 * intermediate, hidden], the gate's rows first; w2: [num_experts, hidden,
             intermediate]; each mxfp4 or of the dtype of ``x``.
         limit: clamp of ``swiglu_reference``.
         mode: how the input of each product is rounded.
+        dtype: the engine's, where ``x`` is rounded already.
 
     Returns:
-        [num_rows, top_k, hidden], dtype of ``x``. The caller sums the slots in order.
+        [num_rows, top_k, hidden], in the engine's dtype. The caller sums the slots in order.
     """
     num_rows, top_k = routes.expert_ids.shape
-    out = x.new_empty(num_rows * top_k, x.shape[1])
-    if num_rows == 0:
-        return out.view(0, top_k, -1)
+    if isinstance(x, QuantisedRows):
+        assert dtype is not None, "rounded rows do not tell the engine's dtype"
+        rounded = dequantise_activations(x, dtype)
+    else:
+        rounded = _rounded(x, mode)
+    out = rounded.new_empty(num_rows * top_k, rounded.shape[1])
     experts = routes.expert_ids.flatten()
-    slots = torch.argsort(experts, stable=True)
-    counts = torch.bincount(experts, minlength=weight_shape(w13)[0]).tolist()
+    slots = torch.argsort(experts, stable=True)[int((experts < 0).sum()) :]
+    if len(slots) == 0:
+        return out.view(num_rows, top_k, -1)
+    counts = torch.bincount(experts[slots], minlength=weight_shape(w13)[0]).tolist()
     # Each expert's rows are padded to whole tiles (with a row of its own), so that every product and
     # every vector kernel sees whole tiles whatever the counts.
     groups = [g for g in slots.split(counts) if len(g)]
     padded = torch.cat([torch.cat([g, g[-1:].expand(-len(g) % EXPERT_ROW_TILE)]) for g in groups])
     sizes = [-(-count // EXPERT_ROW_TILE) * EXPERT_ROW_TILE for count in counts]
-    rounded = _rounded(x, mode)
     hidden = _grouped_linear(rounded[padded // top_k], sizes, w13)
     hidden = swiglu_reference(hidden, routes.weights.flatten()[padded, None], limit=limit)
     # A padding row repeats a real one: both write the same bytes.

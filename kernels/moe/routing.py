@@ -124,7 +124,8 @@ def plan_slots(expert_ids: Tensor, num_experts: int, tile: int) -> Plan:
     """Sort slots by expert, stably, and cut each expert's rows into tiles of ``tile`` rows.
 
     Args:
-        expert_ids: [num_rows, top_k] int64, each in 0 .. num_experts - 1.
+        expert_ids: [num_rows, top_k] int64, each in 0 .. num_experts - 1, or -1 for none: such slots have no
+            position (-1), and the last positions no slot.
     """
     num_slots = expert_ids.numel()
     num_blocks = triton.cdiv(num_slots, SLOT_BLOCK)

@@ -133,7 +133,7 @@ def place_slots_kernel(
     NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ALL_EXPERTS: tl.constexpr,
     TILE: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Programs of blocks: the sorted position of each slot, and the slot at each position.
+    """Programs of blocks: the sorted position of each slot (-1 without an expert), the slot at each position.
 
     Programs of experts behind them: the expert's tiles in ``tiles`` [max_tiles, 3] (expert, first position,
     end of the tile's rows). The last expert's program marks the tiles that nobody needs with expert -1.
@@ -150,8 +150,9 @@ def place_slots_kernel(
         position = tl.load(ranks_ptr + first + place, mask=is_slot, other=0)
         offset = start + before
         position += tl.sum(tl.where(ids[:, None] == expert[None, :], offset[None, :], 0), 1)
-        tl.store(position_ptr + first + place, position, mask=is_slot)
-        tl.store(order_ptr + position, (first + place).to(tl.int32), mask=is_slot & (position < num_slots))
+        is_placed = is_slot & (ids >= 0) & (position < num_slots)
+        tl.store(position_ptr + first + place, tl.where(ids >= 0, position, -1), mask=is_slot)
+        tl.store(order_ptr + position, (first + place).to(tl.int32), mask=is_placed)
     else:
         one = pid - num_blocks
         num_tiles = (total + TILE - 1) // TILE

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from kernels.moe import (
+    Mxfp4Weight,
     Routes,
     can_prepare,
     combine_experts,
     expert_mlp,
+    expert_mlp_reference,
     fastest_experts,
     prepare_experts,
     restore_experts,
@@ -20,7 +22,12 @@ from kernels.moe import (
 from kernels.moe.hopper_op import choose_box
 from kernels.moe.op import choose_config
 from kernels.moe.routing import choose_gate_config, plan_slots
-from kernels.number_formats import dequantise_mxfp4_weight
+from kernels.number_formats import (
+    ActivationMode,
+    dequantise_mxfp4_weight,
+    quantise_activations,
+    quantise_activations_reference,
+)
 from tests.kernels.contract import Gate, OpCase, contract_device, contract_params, equal_bytes
 from tests.kernels.moe_cases import CASES, SMALL, expert_inputs, expert_weight, random_mxfp4, uneven_ids
 
@@ -51,6 +58,45 @@ def test_slots_are_sorted_stably_and_cut_into_tiles(
     assert plan.tiles[: len(wanted)].tolist() == wanted
     assert (plan.tiles[len(wanted) :, 0] == -1).all()
     assert len(plan.tiles) % 16 == 0
+
+
+@pytest.mark.parametrize("num_absent", [1, 77, 140])
+def test_slots_without_an_expert_have_no_position(num_absent: int) -> None:
+    device = contract_device()
+    g = torch.Generator(device).manual_seed(num_absent)
+    ids = uneven_ids(g, 70, 2, 5).flatten()
+    ids[torch.randperm(140, generator=g, device=device)[:num_absent]] = -1
+    plan = plan_slots(ids.view(70, 2), 5, 16)
+    order = torch.argsort(ids, stable=True)[num_absent:]
+    assert plan.order[: len(order)].tolist() == order.tolist()
+    assert plan.position[order].tolist() == list(range(len(order)))
+    assert (plan.position[ids < 0] == -1).all()
+    tiles = plan.tiles[plan.tiles[:, 0] >= 0]
+    assert (tiles[:, 2] - tiles[:, 1]).sum() == len(order)
+
+
+@pytest.mark.parametrize("mode", ["release", "row", "none"])
+@pytest.mark.parametrize("is_reference", [False, True], ids=["op", "reference"])
+def test_experts_in_parts_give_the_bytes_of_all_of_them(mode: ActivationMode, is_reference: bool) -> None:
+    device = contract_device()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    i = expert_inputs(5, device, **{**SMALL, "num_rows": 37}, dtype=dtype, is_fp4=True)
+    mlp = expert_mlp_reference if is_reference else expert_mlp
+    quantise = quantise_activations_reference if is_reference else quantise_activations
+    w13, w2 = (expert_weight(i, name) for name in ("w13", "w2"))
+    whole = mlp(i["x"], Routes(i["ids"], i["weights"]), w13, w2, limit=1.0, mode=mode)
+    rows = i["x"] if mode == "none" else quantise(i["x"], mode=mode)
+    num_experts = len(w13.values)
+    found = torch.full_like(whole, torch.nan)
+    for first, end in [(0, 2), (2, 3), (3, num_experts)]:
+        is_here = (i["ids"] >= first) & (i["ids"] < end)
+        routes = Routes(torch.where(is_here, i["ids"] - first, -1), i["weights"])
+        part = [Mxfp4Weight(*(field[first:end] for field in weight)) for weight in (w13, w2)]
+        slots = mlp(rows, routes, *part, limit=1.0, mode=mode, dtype=dtype)
+        found = torch.where(is_here[..., None], slots, found)
+    assert equal_bytes(found, whole)
+    nowhere = Routes(torch.full_like(i["ids"], -1), i["weights"])
+    assert mlp(rows, nowhere, w13, w2, limit=1.0, mode=mode, dtype=dtype).shape == whole.shape
 
 
 def test_equal_scores_go_to_the_lowest_ids() -> None:
