@@ -69,6 +69,26 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlace:
+    """Where a rank stands among those that share the experts with it, and where they find each other.
+
+    ``host`` and ``port`` are those of a rendezvous that the caller keeps, one for each group that is formed.
+    A rank waits ``start_timeout_s`` for another to have loaded, and ``timeout_s`` at any later time.
+    """
+
+    rank: int
+    num_ranks: int
+    host: str
+    port: int
+    start_timeout_s: float = 1800.0
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank must lie in 0..{self.num_ranks - 1}, got {self.rank}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
     """What one rank really runs with; nothing is "auto" any more. Recorded beside the output.
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from engine.api import Completion, EngineStats, FinishReason, Request, RequestOutput
 from engine.completion import CompletionBuilder
-from engine.config import EngineConfig, ResolvedConfig, most_total_tokens
+from engine.config import EngineConfig, ReplicaPlace, ResolvedConfig, most_total_tokens
 from engine.detokenizer import TokenBytes
 from engine.errors import ConfigError, EngineDead, RequestRejected
 from engine.model_runner import ModelRunner
@@ -34,7 +34,10 @@ class _RequestState:
 
 
 class LLMEngine:
-    """The ``Engine`` protocol on one rank."""
+    """The ``Engine`` protocol on one rank, alone or among those that share the experts.
+
+    Ranks of a group step together: each calls ``step`` whether or not it has work, until ``is_closed``.
+    """
 
     def __init__(self, runner: ModelRunner, tokenizer: Tokenizer) -> None:
         resolved = runner.resolved
@@ -49,14 +52,14 @@ class LLMEngine:
         self._next_seq_id = 0
 
     @classmethod
-    def build(cls, config: EngineConfig) -> LLMEngine:
-        """Load the model folder and size the caches. Raises ``ConfigError``."""
+    def build(cls, config: EngineConfig, place: ReplicaPlace | None = None) -> LLMEngine:
+        """Load the model folder, size the caches, wait for the other ranks. Raises ``ConfigError``."""
         model_config = load_model_config(config.model)
         tokenizer_path = Path(config.model) / "tokenizer.json"
         if not tokenizer_path.is_file():
             raise ConfigError(f"model folder {config.model} has no tokenizer.json")
         tokenizer = Tokenizer.from_file(str(tokenizer_path))
-        return cls(ModelRunner(config, model_config, tokenizer), tokenizer)
+        return cls(ModelRunner(config, model_config, tokenizer, place), tokenizer)
 
     def add_request(self, request: Request) -> None:
         """Queue a request, one sequence a sample. Raises ``RequestRejected`` and keeps nothing of it."""
@@ -106,17 +109,38 @@ class LLMEngine:
         return self.scheduler.has_unfinished()
 
     def step(self) -> list[RequestOutput]:
-        """One batch. Raises ``EngineDead`` when the device fails; the engine is then unusable."""
+        """One batch. Raises ``EngineDead`` when the device or another rank of the group fails.
+
+        The engine is then unusable.
+        """
+        group = self.runner.group
         batch = self.scheduler.schedule()
-        if batch is None:
-            return []
         try:
+            if batch is None:
+                if group is not None:
+                    self.runner.join()
+                    if group.is_over:
+                        group.disconnect()
+                return []
             logits = self.runner.run(batch)
             sampled = self._sampler.sample(logits, self._sampling_rows(batch))
         except RuntimeError as error:
+            if group is not None:
+                group.abandon()
             raise EngineDead(f"the step failed: {error}") from error
         self.scheduler.finish_step(batch)
         return self._update(batch, sampled)
+
+    def close(self) -> None:
+        """No request will follow. Among others, step on until ``is_closed``: they may need these experts."""
+        if self.runner.group is not None:
+            self.runner.group.wants_stop = True
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether every rank of the group was closed and has finished."""
+        group = self.runner.group
+        return not self.has_unfinished() if group is None else group.is_over
 
     def restart(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         """Forget all cached prefixes and go on within other limits; the loaded model and its memory stay."""

@@ -1,4 +1,4 @@
-"""One step on the device: moves, the forward pass, logits. Eager, one rank.
+"""One step on the device: moves, the forward pass, logits. Eager; of one rank, in step with its group.
 
 It loads the model, sizes its memory and runs what the scheduler planned; it decides nothing.
 """
@@ -17,6 +17,7 @@ from engine.batch import BatchInputs
 from engine.config import (
     EngineConfig,
     MemoryFacts,
+    ReplicaPlace,
     ResolvedConfig,
     resolve_block_counts,
     resolve_max_model_len,
@@ -30,6 +31,7 @@ from engine.layers.ops import build_ops, resolve_kernel_impl
 from engine.loader import WeightReader
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
 from engine.models.deepseek_v41_config import DeepseekV41Config
+from engine.parallel import ExpertGroup, exchange_bytes
 from engine.scheduler import ScheduledBatch
 
 CPU_CACHE_BYTES = 2 << 30
@@ -39,7 +41,13 @@ CPU_CACHE_BYTES = 2 << 30
 class ModelRunner:
     """The model, its cache, and ``run``."""
 
-    def __init__(self, config: EngineConfig, model_config: DeepseekV41Config, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: DeepseekV41Config,
+        tokenizer: Tokenizer,
+        place: ReplicaPlace | None = None,
+    ) -> None:
         device = _resolve_device(config)
         self.device = torch.device(device)
         if device == "cpu":
@@ -57,16 +65,39 @@ class ModelRunner:
             decoder_start=model_config.decoder_start,
         )
         self._tables = build_ngram_tables(model_config, tokenizer) if model_config.engram_layer_ids else None
+        self.group: ExpertGroup | None = None
+        if place is not None and place.num_ranks > 1:
+            self.group = ExpertGroup(
+                place,
+                num_experts=model_config.n_routed_experts,
+                num_layers=model_config.num_hidden_layers,
+            )
         ops = build_ops(kernel_impl)
         reader = WeightReader(
             config.model,
             dtype=getattr(torch, dtype),
             device=self.device,
             keeps_quantised=ops.reads_quantised,
+            local_experts=None if self.group is None else self.group.own_experts,
         )
         self.model = DeepseekV41Model(
-            reader, model_config, self._tables, activations=ActivationFormat(activations, ops), ops=ops
+            reader,
+            model_config,
+            self._tables,
+            activations=ActivationFormat(activations, ops),
+            ops=ops,
+            group=self.group,
         )
+        if self.group is not None:
+            settings: list[object] = [
+                model_config,
+                dtype,
+                _device_name(self.device),
+                kernel_impl,
+                activations,
+            ]
+            settings += [config.cache_quantisation, config.max_num_batched_tokens]
+            self.group.connect(self.device, repr(settings))
         layout = CacheLayout(model_config, config.cache_quantisation == "release", getattr(torch, dtype))
         facts = MemoryFacts(
             num_bytes_per_block=layout.num_bytes_per_block,
@@ -111,13 +142,19 @@ class ModelRunner:
     def run(self, batch: ScheduledBatch, trace: Trace | None = None) -> Tensor:
         """Carry out the step; fp32 logits [num_samples, vocab] of the chunks that sample, in order."""
         self.cache.apply(batch.moves_before)
-        logits = self.model.forward(
-            BatchInputs(batch, self.shape, self._tables, self.device, num_states=self.cache.num_states),
-            self.cache,
-            trace,
-        )
+        inputs = BatchInputs(batch, self.shape, self._tables, self.device, num_states=self.cache.num_states)
+        if self.group is not None:
+            self.group.agree([layer.output_rows.num_padded for layer in inputs.layers], has_work=True)
+        logits = self.model.forward(inputs, self.cache, trace)
         self.cache.apply(batch.moves_after)
         return logits
+
+    @torch.inference_mode()
+    def join(self) -> None:
+        """A step of the group in which this rank has nothing of its own to run."""
+        assert self.group is not None, "only a rank among others joins a step"
+        self.group.agree([0] * self.shape.num_layers, has_work=False)
+        self.model.join()
 
     def _cache_bytes(self, config: EngineConfig, layout: CacheLayout) -> int:
         """Bytes for KV blocks: on a GPU what weights, rings and a step's scratch leave of the allowance."""
@@ -127,6 +164,14 @@ class ModelRunner:
         model = self.model_config
         # The residual streams in fp32, and the handful of their copies that a layer makes.
         scratch = config.max_num_batched_tokens * model.hc_mult * model.hidden_size * 4 * 8
+        if self.group is not None:
+            scratch += exchange_bytes(
+                self.group.size,
+                num_rows=config.max_num_batched_tokens,
+                top_k=model.num_experts_per_tok,
+                hidden=model.hidden_size,
+                item_bytes=layout.dtype.itemsize,
+            )
         rings = config.max_num_seqs * layout.num_bytes_per_state
         return int(free - (1 - config.gpu_memory_utilization) * total) - scratch - rings
 

@@ -9,11 +9,16 @@ from engine.layers.linear import ActivationFormat, QuantisedLinear
 from engine.layers.ops import Ops
 from engine.loader import WeightReader
 from engine.models.deepseek_v41_config import DeepseekV41Config
+from engine.parallel import ExpertExchange
 from kernels.moe import Routes
+from kernels.number_formats import QuantisedRows
 
 
 class MoE:
-    """Weights and the forward pass. A row's slots are summed in its routes' order."""
+    """Weights and the forward pass. A row's slots are summed in its routes' order.
+
+    With an ``exchange``, the reader's share of the routed experts serves the rows of all ranks.
+    """
 
     def __init__(
         self,
@@ -22,6 +27,7 @@ class MoE:
         config: DeepseekV41Config,
         activations: ActivationFormat,
         ops: Ops,
+        exchange: ExpertExchange | None = None,
     ) -> None:
         hidden, intermediate, experts = (
             config.hidden_size,
@@ -31,6 +37,8 @@ class MoE:
         self._config = config
         self._activations = activations
         self._ops = ops
+        self._exchange = exchange
+        self._dtype, self._device = reader.dtype, reader.device
         gate = reader.tensor(f"{prefix}.gate.weight", (experts, hidden), torch.float32)
         self._gate = ops.gate_weight(gate, reader.dtype)
         self._bias = reader.tensor(f"{prefix}.gate.bias", (experts,), torch.float32)
@@ -57,6 +65,37 @@ class MoE:
             top_k=config.num_experts_per_tok,
             routed_scale=config.routed_scaling_factor,
         )
-        slots = ops.expert_mlp(x, routes, self._w13, self._w2, limit=config.swiglu_limit, mode=quantise.mode)
-        hidden = ops.swiglu(self._shared_w13(quantise(x)), None, limit=config.swiglu_limit)
+        limit = config.swiglu_limit
+        if self._exchange is None:
+            slots = ops.expert_mlp(x, routes, self._w13, self._w2, limit=limit, mode=quantise.mode)
+            rows = quantise(x)
+        else:
+            rows = quantise(x)
+            slots = self._exchanged_slots(self._exchange, rows, routes)
+        hidden = ops.swiglu(self._shared_w13(rows), None, limit=limit)
         return ops.combine_experts(slots, self._shared_w2(quantise(hidden))), routes
+
+    def join(self) -> None:
+        """Take part in the exchange of a step in which this rank has no rows here, where others have."""
+        if self._exchange is None or not self._exchange.has_rows:
+            return
+        config = self._config
+        x = torch.empty(0, config.hidden_size, dtype=self._dtype, device=self._device)
+        ids = torch.empty(0, config.num_experts_per_tok, dtype=torch.int64, device=self._device)
+        self._exchanged_slots(self._exchange, self._activations(x), Routes(ids, ids.float()))
+
+    def _exchanged_slots(
+        self, exchange: ExpertExchange, rows: QuantisedRows | Tensor, routes: Routes
+    ) -> Tensor:
+        """Outputs of every slot of own rows, each from the rank that has its expert."""
+        all_rows, here = exchange.dispatch(rows, routes)
+        slots = self._ops.expert_mlp(
+            all_rows,
+            here,
+            self._w13,
+            self._w2,
+            limit=self._config.swiglu_limit,
+            mode=self._activations.mode,
+            dtype=self._dtype,
+        )
+        return exchange.combine(slots, routes)

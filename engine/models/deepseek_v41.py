@@ -24,6 +24,7 @@ from engine.layers.ops import Ops
 from engine.layers.rotary import RotaryEmbedding
 from engine.loader import WeightReader
 from engine.models.deepseek_v41_config import DeepseekV41Config
+from engine.parallel import ExpertExchange, ExpertGroup
 from kernels.moe import Routes
 
 Trace = Callable[[str, Tensor], None]
@@ -42,6 +43,7 @@ class DecoderLayer:
         activations: ActivationFormat,
         rotary: RotaryEmbedding,
         ops: Ops,
+        group: ExpertGroup | None,
     ) -> None:
         prefix = f"layers.{layer}"
         self._layer = layer
@@ -55,7 +57,8 @@ class DecoderLayer:
         )
         self._ffn_site = HyperConnection(reader, f"{prefix}.hc_ffn", f"{prefix}.ffn_norm.weight", config, ops)
         self._attn = Attention(reader, f"{prefix}.attn", config, layer, activations, rotary, ops)
-        self._moe = MoE(reader, f"{prefix}.ffn", config, activations, ops)
+        exchange = None if group is None else ExpertExchange(group, layer)
+        self._moe = MoE(reader, f"{prefix}.ffn", config, activations, ops, exchange)
 
     def __call__(
         self,
@@ -87,6 +90,10 @@ class DecoderLayer:
             self._record_outcome(trace, residual, routes, selection)
         return True, selection
 
+    def join(self) -> None:
+        """This layer in a step in which this rank has no rows of its own here."""
+        self._moe.join()
+
     def _record_outcome(
         self, trace: Trace, residual: ResidualStreams, routes: Routes, selection: Selection | None
     ) -> None:
@@ -111,6 +118,7 @@ class DeepseekV41Model:
         *,
         activations: ActivationFormat,
         ops: Ops,
+        group: ExpertGroup | None = None,
     ) -> None:
         vocab, hidden = config.vocab_size, config.hidden_size
         self.config = config
@@ -118,7 +126,7 @@ class DeepseekV41Model:
         self._embed = reader.tensor("embed.weight", (vocab, hidden))
         rotary = RotaryEmbedding(config, reader.device)
         self._layers = [
-            DecoderLayer(reader, config, layer, tables, activations, rotary, ops)
+            DecoderLayer(reader, config, layer, tables, activations, rotary, ops, group)
             for layer in range(config.num_hidden_layers)
         ]
         self._norm = reader.tensor("norm.weight", (hidden,), torch.float32)
@@ -129,13 +137,19 @@ class DeepseekV41Model:
         """Run one step and return the fp32 logits of the batch's sampled rows, [num_samples, vocab]."""
         residual = ResidualStreams(self._embed[batch.token_ids], self.config, self._ops)
         selection: Selection | None = None
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             has_rows, selection = layer(residual, batch, cache, selection, trace)
             if not has_rows:
-                # Every chunk is far from its prompt's end: no later layer has a row to run.
+                # Every chunk is far from its prompt's end: no later layer has a row of this rank to run.
+                self.join(index)
                 return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=batch.device)
         residual.take(batch.sample_rows)
         return self.logits(residual.streams, residual.pre)[: len(batch.sample_chunks)]
+
+    def join(self, first_layer: int = 0) -> None:
+        """Run this rank's experts for other ranks' rows, from a layer on at which this one has none."""
+        for layer in self._layers[first_layer:]:
+            layer.join()
 
     def logits(self, streams: Tensor, pre: Tensor) -> Tensor:
         """Final collapse, norm and head: [n, K, hidden], [n, K] -> [n, vocab] fp32."""

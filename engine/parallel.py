@@ -1,0 +1,166 @@
+"""The expert-parallel group: ranks that hold a part of the experts each, and rows of their own.
+
+Owns the rendezvous, what ranks agree on before each step, and the exchange of a layer's rows. It knows
+neither layers nor sequences, nor who starts ranks and ends them.
+
+All traffic is one primitive, an all-to-all of equal blocks whose sizes the host knows: nothing waits for the
+device, and every rank sees at once that another one has died.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from engine.config import ReplicaPlace
+from engine.errors import ConfigError, EngineDead
+from kernels.moe import Routes
+from kernels.number_formats import QuantisedRows
+
+
+def host_rendezvous(host: str) -> TCPStore:
+    """Where one group's ranks will find each other, on a free port. It lives as long as what is returned."""
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+
+class ExpertGroup:
+    """One rank's view of its group. ``connect`` comes after loading, before the first step."""
+
+    def __init__(self, place: ReplicaPlace, *, num_experts: int, num_layers: int) -> None:
+        if num_experts % place.num_ranks:
+            raise ConfigError(f"{num_experts} experts cannot be split evenly among {place.num_ranks} ranks")
+        self.place = place
+        self.size = place.num_ranks
+        self.num_own = num_experts // place.num_ranks
+        self.own_experts = range(place.rank * self.num_own, (place.rank + 1) * self.num_own)
+        self.wants_stop = False
+        self.is_over = False
+        self._num_steps = 0
+        self._most_rows = (0,) * num_layers
+
+    def connect(self, device: torch.device, settings: str) -> None:
+        """Wait for all ranks and meet them.
+
+        Raises ``EngineDead`` if one does not come, ``ConfigError`` if ``settings`` differ.
+        """
+        place = self.place
+        try:
+            store = TCPStore(place.host, place.port, timeout=timedelta(seconds=place.timeout_s))
+            store.set(f"ready-{place.rank}", "")
+            # Ranks load at different speeds: this wait is longer than any later one.
+            ready = [f"ready-{rank}" for rank in range(self.size)]
+            store.wait(ready, timedelta(seconds=place.start_timeout_s))
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
+                store=store,
+                rank=place.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=place.timeout_s),
+            )
+            digest = hashlib.blake2b(settings.encode(), digest_size=32).digest()
+            found = self.swap(torch.frombuffer(bytearray(digest), dtype=torch.uint8).repeat(self.size, 1))
+            # NCCL takes its memory at the first exchange: before what is left is counted.
+            self.swap(torch.zeros(self.size, 1, dtype=torch.uint8, device=device))
+        except RuntimeError as error:
+            raise EngineDead(f"the ranks of the replica did not find each other: {error}") from error
+        if any(bytes(other.tolist()) != digest for other in found):
+            raise ConfigError("the ranks of a replica must have the same model and engine settings")
+
+    def disconnect(self) -> None:
+        """Leave; other ranks that still step will fail."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Leave after a failure: what is under way ends, and nothing is waited for."""
+        if dist.is_initialized():
+            dist.distributed_c10d._get_default_group().abort()
+            dist.destroy_process_group()
+
+    def agree(self, rows: Sequence[int], *, has_work: bool) -> None:
+        """Begin a step together: how many rows each layer's experts will be given here.
+
+        Sets ``is_over`` when all ranks want to stop and none has work.
+        """
+        self._num_steps += 1
+        mine = torch.tensor([self._num_steps, has_work, self.wants_stop, *rows], dtype=torch.int64)
+        everyone = self.swap(mine.repeat(self.size, 1))
+        steps, works, stops = (everyone[:, column] for column in range(3))
+        if bool((steps != self._num_steps).any()):
+            raise RuntimeError(f"ranks are at different steps: {steps.tolist()}")
+        self.is_over = bool(stops.all()) and not bool(works.any())
+        self._most_rows = tuple(everyone[:, 3:].amax(0).tolist())
+
+    def most_rows(self, layer: int) -> int:
+        """Rows of the rank that gives most to this layer's experts in this step."""
+        return self._most_rows[layer]
+
+    def swap(self, blocks: Tensor) -> Tensor:
+        """Block r goes to rank r: [size, ...] -> [size, ...], block r from rank r."""
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks)
+        return received
+
+
+class ExpertExchange:
+    """One layer's rows on their way to the ranks of their experts, and back.
+
+    A buffer has a place for each row and slot of the fullest rank. Every rank is sent all rows, because with
+    a handful of slots a row has an expert on most ranks anyway; every slot's output comes back to the place
+    of its (row, slot), from the one rank that has the expert. What other ranks send for it is never read.
+    """
+
+    def __init__(self, group: ExpertGroup, layer: int) -> None:
+        self._group = group
+        self._layer = layer
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any rank has rows here in this step."""
+        return self._group.most_rows(self._layer) > 0
+
+    def dispatch(self, rows: QuantisedRows | Tensor, routes: Routes) -> tuple[QuantisedRows | Tensor, Routes]:
+        """All ranks' rows, rank by rank, with this rank's experts numbered from 0 and all others -1."""
+        is_quantised = isinstance(rows, QuantisedRows)
+        values, scales = rows if isinstance(rows, QuantisedRows) else (rows, None)
+        # The widest items first, so that each part's bytes lie on a boundary of its own.
+        parts = [values, *routes] + ([scales] if scales is not None else [])
+        sent = [part.contiguous().view(torch.uint8) for part in parts]
+        widths = [part.shape[1] for part in sent]
+        num_rows, most = len(values), self._group.most_rows(self._layer)
+        block = torch.zeros(most, sum(widths), dtype=torch.uint8, device=values.device)
+        block[num_rows:, widths[0] : widths[0] + widths[1]] = 255  # expert -1
+        block[:num_rows] = torch.cat(sent, dim=1)
+        received = self._group.swap(block.repeat(self._group.size, 1, 1)).flatten(0, 1)
+        found = [
+            part.contiguous().view(like.dtype)
+            for part, like in zip(torch.split(received, widths, dim=1), parts, strict=True)
+        ]
+        own = self._group.own_experts
+        is_own = (found[1] >= own.start) & (found[1] < own.stop)
+        here = Routes(torch.where(is_own, found[1] - own.start, -1), found[2])
+        return (QuantisedRows(found[0], found[3]) if is_quantised else found[0]), here
+
+    def combine(self, slots: Tensor, routes: Routes) -> Tensor:
+        """Own experts' outputs for all rows to all experts' for own rows: [num_rows, top_k, hidden].
+
+        ``slots`` are [size * most, top_k, hidden]; ``routes`` the own rows', as before ``dispatch``.
+        """
+        group = self._group
+        num_rows, top_k = routes.expert_ids.shape
+        blocks = slots.view(torch.uint8).view(group.size, -1)
+        found = group.swap(blocks).view(slots.dtype).view(group.size, -1, top_k, slots.shape[-1])
+        row = torch.arange(num_rows, device=slots.device)[:, None]
+        slot = torch.arange(top_k, device=slots.device)
+        return found[routes.expert_ids // group.num_own, row, slot]
+
+
+def exchange_bytes(size: int, *, num_rows: int, top_k: int, hidden: int, item_bytes: int) -> int:
+    """Device memory of a layer's exchange: all ranks' rows sorted, outputs sent and received, own ones."""
+    return (3 * size + 1) * num_rows * top_k * hidden * item_bytes

@@ -1,0 +1,228 @@
+"""Ranks that share the experts, each a process of its own: one rank's bits, uneven work, and a death in mid-step.
+
+Gloo on this machine's loopback; the last test asks for two GPUs and NCCL.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.api import Request, SamplingParams
+from engine.config import EngineConfig, ReplicaPlace
+from engine.errors import ConfigError, EngineDead
+from engine.llm_engine import LLMEngine
+from engine.parallel import ExpertGroup, host_rendezvous
+from tests.conftest import ROOT
+from tests.engine.engine_harness import Digests, digests, run
+
+MODELS = {
+    "tiny": ROOT / "tests" / "data" / "tiny",
+    "tiny-quant": ROOT / "tests" / "data" / "tiny-quant",
+    "bard": ROOT / "examples" / "bard" / "model",
+}
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,
+}
+SPAWN = multiprocessing.get_context("spawn")
+WAIT_S = 120.0  # for a busy machine; nothing here takes a tenth of it
+
+
+def build_requests(seed: int, count: int) -> list[Request]:
+    """Prompts of different lengths, greedy and sampled, some with more than one sample.
+
+    Seed 0's first is so long that its first chunk leaves a model's last layers no row.
+    """
+    draw = random.Random(seed)
+    return [
+        Request(
+            request_id=f"{seed}/{index}",
+            prompt_token_ids=[
+                draw.randrange(3, 250)
+                for _ in range(120 if seed == index == 0 else draw.choice([1, 9, 40, 75]))
+            ],
+            sampling=SamplingParams(
+                temperature=index % 2, max_tokens=2, n=1 + index % 3 // 2, ignore_eos=True, logprobs=1
+            ),
+        )
+        for index in range(count)
+    ]
+
+
+def serve(
+    place: ReplicaPlace, settings: dict[str, Any], requests: list[Request], dies_in: int, told: Queue[Any]
+) -> None:
+    """A rank: run ``requests`` beside the others; or die in the middle of step ``dies_in``."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if settings["device"] == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(place.rank)
+    try:
+        engine = LLMEngine.build(EngineConfig(**settings), place)
+        for request in requests:
+            engine.add_request(request)
+        engine.close()
+        outputs = {}
+        while not engine.is_closed:
+            dies_in -= 1
+            if dies_in == 0:
+                die_in_an_exchange(engine)
+            for output in engine.step():
+                outputs[output.request_id] = output
+            engine.scheduler.check_integrity()
+        told.put((place.rank, digests(outputs)))
+    except (ConfigError, EngineDead) as error:
+        told.put((place.rank, error))
+
+
+def die_in_an_exchange(engine: LLMEngine) -> None:
+    """Have the process killed at its second exchange of rows: after the ranks have agreed on the step."""
+    assert engine.runner.group is not None
+    group, num_swaps = engine.runner.group, 0
+    swap = group.swap
+
+    def deadly(blocks: Any) -> Any:
+        nonlocal num_swaps
+        num_swaps += 1
+        if num_swaps == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return swap(blocks)
+
+    group.swap = deadly  # type: ignore[method-assign]
+
+
+class Ranks:
+    """Processes of one group and what they tell."""
+
+    def __init__(
+        self,
+        settings: dict[str, Any] | list[dict[str, Any]],
+        requests: list[list[Request]],
+        dies: tuple[int, int] = (-1, 0),
+    ) -> None:
+        self._rendezvous = host_rendezvous("127.0.0.1")
+        self._told: Queue[Any] = SPAWN.Queue()
+        size = len(requests)
+        self.processes = []
+        for rank, own in enumerate(requests):
+            place = ReplicaPlace(
+                rank=rank, num_ranks=size, host="127.0.0.1", port=self._rendezvous.port, timeout_s=WAIT_S
+            )
+            chosen = settings[rank] if isinstance(settings, list) else settings
+            arguments = (place, chosen, own, dies[1] if rank == dies[0] else 0, self._told)
+            self.processes.append(SPAWN.Process(target=serve, args=arguments, daemon=True))
+        for process in self.processes:
+            process.start()
+
+    def answers(self, count: int) -> dict[int, Any]:
+        """What so many ranks tell, each once."""
+        return dict(self._told.get(timeout=WAIT_S) for _ in range(count))
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def started() -> Iterator[list[Ranks]]:
+    ranks: list[Ranks] = []
+    yield ranks
+    for each in ranks:
+        each.end()
+
+
+def settings_of(model: Path, **changes: Any) -> dict[str, Any]:
+    return {"model": str(model), **SETTINGS, **changes}
+
+
+def alone(settings: dict[str, Any], requests: list[Request]) -> Digests:
+    return digests(run(LLMEngine.build(EngineConfig(**settings)), requests))
+
+
+# How many requests each rank has: uneven, and none at all.
+@pytest.mark.parametrize(
+    ("model", "counts", "changes"),
+    [
+        ("tiny", (4, 2), {}),
+        ("tiny", (0, 3, 1, 0), {"dtype": "bfloat16"}),
+        ("tiny-quant", (1, 4), {"activation_quantisation": "row"}),
+        ("tiny-quant", (3, 1, 0, 1), {}),
+        ("bard", (1, 3), {}),
+    ],
+)
+def test_any_number_of_ranks_gives_the_bits_of_one(
+    started: list[Ranks], model: str, counts: tuple[int, ...], changes: dict[str, Any]
+) -> None:
+    settings = settings_of(MODELS[model], **changes)
+    requests = [build_requests(seed, count) for seed, count in enumerate(counts)]
+    started.append(Ranks(settings, requests))
+    wanted = alone(settings, [request for own in requests for request in own])
+    answers = started[0].answers(len(counts))
+    for rank, own in enumerate(requests):
+        assert answers[rank] == {request.request_id: wanted[request.request_id] for request in own}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_killed_in_mid_step_ends_it_for_all_within_seconds(
+    started: list[Ranks], num_ranks: int
+) -> None:
+    requests = [build_requests(rank, 3) for rank in range(num_ranks)]
+    started.append(Ranks(settings_of(MODELS["tiny"]), requests, dies=(1, 2)))
+    started[0].processes[1].join(WAIT_S)
+    died_at = time.monotonic()
+    answers = started[0].answers(num_ranks - 1)
+    assert time.monotonic() - died_at < WAIT_S / 4, "told by the connection, not by the timeout"
+    assert sorted(answers) == [rank for rank in range(num_ranks) if rank != 1]
+    assert all(type(answer) is EngineDead for answer in answers.values())
+
+
+def test_ranks_of_other_settings_are_refused(started: list[Ranks]) -> None:
+    model = MODELS["tiny"]
+    started.append(Ranks([settings_of(model), settings_of(model, dtype="bfloat16")], [[], []]))
+    for answer in started[0].answers(2).values():
+        assert type(answer) is ConfigError
+
+
+def test_a_rank_that_nobody_joins_is_dead_and_experts_are_split_evenly() -> None:
+    place = ReplicaPlace(rank=0, num_ranks=3, host="127.0.0.1", port=1)
+    with pytest.raises(ConfigError, match="16 experts cannot be split evenly among 3 ranks"):
+        ExpertGroup(place, num_experts=16, num_layers=1)
+    rendezvous = host_rendezvous("127.0.0.1")
+    lonely = ReplicaPlace(
+        rank=1, num_ranks=2, host="127.0.0.1", port=rendezvous.port, start_timeout_s=0.2, timeout_s=WAIT_S
+    )
+    with pytest.raises(EngineDead, match="did not find each other"):
+        LLMEngine.build(EngineConfig(**settings_of(MODELS["tiny"])), lonely)
+    with pytest.raises(ValueError, match=r"rank must lie in 0\.\.1"):
+        ReplicaPlace(rank=2, num_ranks=2, host="", port=1)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["release", "row", "none"])
+def test_two_gpus_give_the_bits_of_one(started: list[Ranks], mode: str) -> None:
+    settings = settings_of(
+        MODELS["tiny-quant"],
+        device="cuda",
+        dtype="bfloat16",
+        kernel_impl="triton",
+        activation_quantisation=mode,
+    )
+    requests = [build_requests(seed, count) for seed, count in enumerate((6, 1))]
+    started.append(Ranks(settings, requests))
+    wanted = alone(settings, [request for own in requests for request in own])
+    answers = started[0].answers(2)
+    for rank, own in enumerate(requests):
+        assert answers[rank] == {request.request_id: wanted[request.request_id] for request in own}
