@@ -11,7 +11,10 @@ COMMANDS = {
     "kernels": "every op's benchmark, its contract first, public kernels beside it where they are installed",
     "compare": "one of these on two revisions or folders in turns: medians, ratios, are the bits the same?",
 }
-OTHERS = "decoder_prefill, exactness_cost, host_memory, job_overhead: python -m benchmarks.NAME --help"
+OTHERS = (
+    "decoder_prefill, exactness_cost, host_memory, job_overhead, make_checkpoint: "
+    "python -m benchmarks.NAME --help"
+)
 
 
 def main() -> None:

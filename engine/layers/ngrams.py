@@ -41,7 +41,7 @@ def build_ngram_tables(config: DeepseekV41Config, tokenizer: Tokenizer) -> Ngram
             f"the tokenizer has {num_classes} token classes, engram_compressed_vocab_size is "
             f"{config.engram_compressed_vocab_size}"
         )
-    primes, offsets, sums = _bucket_primes(config)
+    primes, offsets, sums = bucket_primes(config)
     if sums != config.engram_num_embeddings:
         raise ConfigError(
             f"engram tables need {sums} rows, engram_num_embeddings is {config.engram_num_embeddings}"
@@ -80,7 +80,8 @@ def _class_key(tokenizer: Tokenizer, token_id: int) -> str:
     return folded.strip().replace(_LONE_SPACE, " ") or text
 
 
-def _bucket_primes(config: DeepseekV41Config) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+def bucket_primes(config: DeepseekV41Config) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """Primes and row offsets, both [num_engram_layers, N - 1, num_heads], and each table's rows."""
     used: set[int] = set()
     all_primes, all_offsets, sums = [], [], []
     for _ in config.engram_layer_ids:
