@@ -80,7 +80,9 @@ def _read_header(path: Path) -> list[StoredTensor]:
         header.pop("__metadata__", None)
         begin = 8 + length
         return [_stored_tensor(path, name, facts, begin, size) for name, facts in header.items()]
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+    except ConfigError:  # a ValueError too, and says what is wrong already
+        raise
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is no readable safetensors file: {error!r}") from error
 
 

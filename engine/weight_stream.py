@@ -6,6 +6,7 @@ Owns threads, staging buffers and the progress bar of a load. It must not know w
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,9 +44,13 @@ class WeightStream:
         self._lock = Lock()
         self._staging: SimpleQueue[Tensor] = SimpleQueue()
         self._has_staging = False
-        # None: no bar where stderr is no terminal.
         self._bar = tqdm(
-            total=total_bytes, desc="weights", unit="B", unit_scale=True, unit_divisor=1024, disable=None
+            total=total_bytes,
+            desc="weights",
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=not _can_show_bar(),
         )
 
     def read(self, reads: Sequence[tuple[StoredTensor, Tensor]]) -> None:
@@ -111,6 +116,14 @@ class WeightStream:
             if path not in self._files:
                 self._files[path] = open(path, "rb", buffering=0)  # noqa: SIM115  (closed by close)
             return self._files[path]
+
+
+def _can_show_bar() -> bool:
+    """Whether stderr is a terminal that says how wide it is: on others no bar shows."""
+    try:
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except OSError:
+        return False
 
 
 def _pieces(tensor: StoredTensor, place: Tensor) -> Iterator[_Piece]:

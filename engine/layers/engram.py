@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.layers.linear import ActivationFormat, QuantisedLinear
 from engine.layers.ngrams import NgramTables
 from engine.layers.ops import Ops
@@ -39,8 +40,15 @@ class Engram:
         self._ops = ops
         stored = reader.mapped if reader.device.type == "cpu" else reader.raw
         self._table = stored(f"{prefix}.embed.weight", (num_rows, dim))
+        is_scaled = reader.has(f"{prefix}.embed.scale")
+        known = (torch.float8_e4m3fn,) if is_scaled else (torch.bfloat16, torch.float32)
+        if self._table.dtype not in known:
+            raise ConfigError(
+                f"tensor {prefix}.embed.weight is stored as {self._table.dtype}, "
+                f"expected {' or '.join(map(str, known))}"
+            )
         self._table_scale: Tensor | None = None
-        if reader.has(f"{prefix}.embed.scale"):
+        if is_scaled:
             scale = stored(f"{prefix}.embed.scale", (num_rows, dim // SCALE_BLOCK))
             self._table_scale = scale.view(torch.uint8)
         wkv = reader.quantised([f"{prefix}.wkv"], (k + 1) * hidden, width)

@@ -310,3 +310,38 @@ def test_what_stays_quantised_has_the_values_of_what_is_widened(quantised: Path)
     kept, wide = (reader.experts(experts, ("w1", "w3"), width, hidden) for reader in readers)
     assert isinstance(kept, Mxfp4Weight)
     assert torch.equal(dequantise_mxfp4_weight(*kept), wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("has_scale", [True, False])
+def test_an_ngram_table_of_the_wrong_type_is_refused(
+    plain: Path, quantised: Path, tmp_path: Path, dtype: torch.dtype, has_scale: bool
+) -> None:
+    """It is looked up as stored, so that nothing later would notice."""
+    name = "layers.1.engram.embed.weight"
+    wrong = torch.zeros(420, 32).to(dtype) if dtype.itemsize > 1 else torch.zeros(420, 32).char().view(dtype)
+    folder = changed(quantised if has_scale else plain, tmp_path / "m", {name: wrong})
+    with pytest.raises(ConfigError, match=rf"tensor {name} is stored as {dtype}, expected"):
+        build(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"[]", b"[" * 100_000, b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [9, 2]}}'],
+)
+def test_a_damaged_header_is_named_once(plain: Path, tmp_path: Path, header: bytes) -> None:
+    folder = changed(plain, tmp_path / "m", {})
+    path = folder / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ConfigError, match="no readable safetensors file") as refused:
+        build(folder)
+    assert str(refused.value).count(str(path)) == 1
+
+
+def test_a_file_that_was_cut_off_is_named_once(plain: Path, tmp_path: Path) -> None:
+    folder = changed(plain, tmp_path / "m", {})
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"is truncated: tensor \S+ ends at byte") as refused:
+        build(folder)
+    assert str(refused.value).count(str(path)) == 1
