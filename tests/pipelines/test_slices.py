@@ -126,6 +126,8 @@ def test_the_status_tells_of_all_slices_at_work_and_of_none_that_was_killed(tmp_
     killed._record.num_in_flight = 1000
     killed._watch.save()  # it was killed: it says "running" for ever
     drivers = [start_slice(folder, plan, index, 2, step_s=0.01) for index in range(2)]
+    for driver in drivers:
+        driver._watch.save()
 
     def work(index: int) -> None:
         with DriverLock(folder, slice_of_shards(len(plan.shards), index, 2)):
