@@ -21,6 +21,7 @@ from jobs.config import JobConfig, load_job
 from jobs.slurm import SlurmRequest, render_script, submit_script
 from jobs.time_limit import parse_duration, parse_until
 from pipelines.driver import Outcome
+from pipelines.progress import TIME_LEFT_UNKNOWN
 from pipelines.report import JobStatus, read_status
 from pipelines.report_page import write_reports
 
@@ -360,13 +361,7 @@ def check_environment() -> None:
 
 def format_status(status: JobStatus) -> str:
     """Some lines for a terminal; the second is the equation that always holds."""
-    if status.is_finished:
-        state = "finished"
-    elif status.is_running:
-        state = "running"
-    else:
-        state = STOPPED_STATES.get(status.last_outcome, "stopped; run the same command again to go on")
-    left = "" if status.seconds_left is None else f", {timedelta(seconds=round(status.seconds_left))} left"
+    state, left = _state(status), _time_left(status)
     tally, effort, wasted = status.tally, status.effort, status.effort.wasted_tokens
     errors = ", ".join(f"{code} {count}" for code, count in sorted(tally.errors.items())) or "none"
     return "\n".join(
@@ -391,6 +386,27 @@ def format_status(status: JobStatus) -> str:
             f"cost {'not known' if effort.cost is None else format(effort.cost, '.2f')}",
         ]
     )
+
+
+def _state(status: JobStatus) -> str:
+    if status.has_failed_rate:
+        return (
+            f"finished, with more error rows than output.max_error_rate ({status.max_error_rate:g}) allows; "
+            "to accept them run the command with a higher one, or correct the input and begin anew with "
+            "--discard-changed"
+        )
+    if status.is_finished:
+        return "finished"
+    if status.is_running:
+        return "running"
+    return STOPPED_STATES.get(status.last_outcome, "stopped; run the same command again to go on")
+
+
+def _time_left(status: JobStatus) -> str:
+    if status.seconds_left is not None:
+        return f", {timedelta(seconds=round(status.seconds_left))} left"
+    is_waiting = status.is_running and not status.is_finished and not status.num_run
+    return f", {TIME_LEFT_UNKNOWN}" if is_waiting else ""
 
 
 def format_verification(found: Verification) -> str:

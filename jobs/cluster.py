@@ -103,7 +103,7 @@ def run_job(
     status = read_status(folder.path)
     if not status.is_finished:
         return EXIT_COMMITTED  # this slice is; who commits the last shard judges them all
-    is_over = status.num_error > job.output.max_error_rate * max(status.num_rows, 1)
+    is_over = status.has_more_errors_than(job.output.max_error_rate)
     return EXIT_TOO_MANY_ERRORS if is_over else EXIT_COMMITTED
 
 
@@ -163,6 +163,7 @@ def _drive(spec: RankSpec, plan: Plan, shards: range | None, places: Places, sig
                     max_errors=spec.job.output.max_errors,
                     stall_timeout_s=spec.job.cluster.stall_timeout_s,
                     cost_per_rank_hour=spec.job.cluster.cost_per_rank_hour,
+                    max_error_rate=spec.job.output.max_error_rate,
                     on_metrics=RayMetrics(str(folder.path)).take,
                 )
                 signals.watch(driver)

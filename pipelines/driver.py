@@ -167,7 +167,8 @@ class Driver:
 
     ``capacity`` is how many rows a rank runs at once, as far as is known before one says so. More than
     ``max_errors`` error rows end the run.
-    ``cost_per_rank_hour`` is for the report; ``on_metrics`` is told every line of ``pipelines.metrics``.
+    ``cost_per_rank_hour`` and ``max_error_rate`` are for the report; ``on_metrics`` is told every line of
+    ``pipelines.metrics``.
     """
 
     def __init__(
@@ -185,10 +186,19 @@ class Driver:
         stall_timeout_s: float = 900.0,
         start_timeout_s: float = 7200.0,
         cost_per_rank_hour: float | None = None,
+        max_error_rate: float = 1.0,
         on_metrics: MetricsListener | None = None,
     ) -> None:
         self._folder, self._plan, self._fleet, self._run = folder, plan, fleet, run
         self._stall_timeout_s, self._start_timeout_s = stall_timeout_s, start_timeout_s
+        self._record = RunRecord(
+            run=run,
+            shards=None if shards is None else (shards.start, shards.stop),
+            num_ranks=fleet.num_slots,
+            cost_per_rank_hour=cost_per_rank_hour,
+            max_error_rate=max_error_rate,
+        )
+        self._record.save(folder)  # before the journals are read: a killed run is no longer the one at work
         self._slots = [_Slot() for _ in range(fleet.num_slots)]
         self._min_ranks, self._place_timeout_s = min_ranks, place_timeout_s
         self._enough_at = time.monotonic()
@@ -214,12 +224,6 @@ class Driver:
         self._num_lanes = fleet.num_slots * capacity
         self._has_costs = False
         self._max_errors = max_errors
-        self._record = RunRecord(
-            run=run,
-            shards=None if shards is None else (shards.start, shards.stop),
-            num_ranks=fleet.num_slots,
-            cost_per_rank_hour=cost_per_rank_hour,
-        )
         num_rows = sum(shard.num_rows for shard in self._shards)
         self._watch = RunWatch(
             folder, self._record, num_rows=num_rows, num_done=self._num_done, listener=on_metrics

@@ -12,6 +12,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+TIME_LEFT_UNKNOWN = "time left not known before a row is done"
+
 _REFRESH_INTERVAL_S = 0.5
 _LINE_INTERVAL_S = 5.0
 _LONGEST_LINE_INTERVAL_S = 60.0
@@ -44,6 +46,8 @@ class ProgressLine:
             f"prefill {prefill_tokens_per_s:.0f} tok/s, decode {decode_tokens_per_s:.0f} tok/s, "
             f"{cache_hit_rate:.0%} cached, {num_errors} errors, {num_ranks} ranks"
         )
+        if done == self._first < self._total and not is_last:
+            facts = f"{TIME_LEFT_UNKNOWN}, {facts}"
         now = time.monotonic()
         elapsed = now - self._started
         if self._bar is not None:

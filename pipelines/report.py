@@ -76,6 +76,7 @@ class RunRecord:
     num_rank_deaths: int = 0
     num_ranks: int = 0
     cost_per_rank_hour: float | None = None
+    max_error_rate: float = 1.0
     outcome: str = "running"
     process: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     environments: list[Mapping[str, str]] = field(default_factory=list)
@@ -126,7 +127,8 @@ class JobStatus:
 
     ``num_read`` = ``num_ok`` + ``num_error`` + ``num_in_flight``; the rest of ``num_rows`` waits.
     ``num_reused`` and ``num_run`` are the last run's, or those of all ``live_runs``: rows found answered, and
-    rows answered. ``last_outcome`` is how the last run ended, "running" if it was killed.
+    rows answered. ``last_outcome`` is how the last run ended, "running" if it was killed, ``max_error_rate``
+    what it allowed.
     """
 
     num_rows: int
@@ -147,6 +149,7 @@ class JobStatus:
     engine_settings: tuple[Mapping[str, Any], ...] = ()
     live_runs: tuple[int, ...] = ()
     last_outcome: str = "running"
+    max_error_rate: float = 1.0
 
     @property
     def num_ok(self) -> int:
@@ -164,6 +167,15 @@ class JobStatus:
     def is_finished(self) -> bool:
         """Whether every shard is committed."""
         return self.num_shards_committed == self.num_shards
+
+    def has_more_errors_than(self, rate: float) -> bool:
+        """Whether more than this share of all rows are error rows."""
+        return self.num_error > rate * max(self.num_rows, 1)
+
+    @property
+    def has_failed_rate(self) -> bool:
+        """Whether it is finished with more error rows than its last run allowed."""
+        return self.is_finished and self.has_more_errors_than(self.max_error_rate)
 
     @property
     def num_tokens_per_s(self) -> float:
@@ -229,6 +241,7 @@ def read_status(output_dir: str | Path, *, ended_run: int | None = None) -> JobS
         effort=_add_up(runs, live),
         live_runs=tuple(run.run for run in live),
         last_outcome=runs[-1].outcome if runs else "running",
+        max_error_rate=runs[-1].max_error_rate if runs else 1.0,
         is_running=bool(live) or (ended_run is None and is_driver_alive(folder)),
         environments=distinct(found for run in runs for found in run.environments),
         engine_settings=distinct(found for run in runs for found in run.engine_settings),
@@ -309,6 +322,7 @@ def write_report(folder: OutputFolder, status: JobStatus) -> None:
         num_ok=status.num_ok,
         num_error=status.num_error,
         is_finished=status.is_finished,
+        has_failed_rate=status.has_failed_rate,
         num_tokens_per_s=round(status.num_tokens_per_s, 3),
         num_tokens_per_s_per_rank=round(status.num_tokens_per_s_per_rank, 3),
         gpu_hours=status.effort.rank_hours if status.has_gpus else 0.0,

@@ -92,7 +92,10 @@ def build_page(name: str, status: JobStatus, runs: Sequence[RunRecord], lines: S
 
 def _head(name: str, status: JobStatus, runs: Sequence[RunRecord]) -> str:
     last = runs[-1].outcome if runs else "running"
-    if status.is_finished:
+    words = ""
+    if status.has_failed_rate:
+        state, words = "failed", "finished, with too many error rows"
+    elif status.is_finished:
         state = "finished"
     elif status.is_running:
         state = "running"
@@ -110,7 +113,7 @@ def _head(name: str, status: JobStatus, runs: Sequence[RunRecord]) -> str:
     )
     shards = f"{status.num_shards_committed:,} of {status.num_shards:,} shards committed"
     return (
-        f'<div class="head"><h1>{escape(name)}</h1><span class="state {state}">{state}</span></div>'
+        f'<div class="head"><h1>{escape(name)}</h1><span class="state {state}">{words or state}</span></div>'
         f'<div class="soft">{equation} · {shards} · as of {escape(now)}</div>'
         f'<div class="progress">{bar}</div>'
     )

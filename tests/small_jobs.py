@@ -172,14 +172,20 @@ class InProcessFleet:
 
 
 def start_run(
-    folder: OutputFolder, plan: Plan, num_slots: int = 2, max_errors: int | None = None, **fleet: Any
+    folder: OutputFolder,
+    plan: Plan,
+    num_slots: int = 2,
+    max_errors: int | None = None,
+    max_error_rate: float = 1.0,
+    **fleet: Any,
 ) -> tuple[Driver, InProcessFleet]:
     """What a new driver process does before its loop."""
     check_folder(folder, plan)
     write_plan(folder, plan)
     run = claim_run(folder)
     ranks = InProcessFleet(folder, plan, run, num_slots, **fleet)
-    return Driver(folder, plan, ranks, run=run, max_errors=max_errors), ranks
+    driver = Driver(folder, plan, ranks, run=run, max_errors=max_errors, max_error_rate=max_error_rate)
+    return driver, ranks
 
 
 def read_output(path: Path) -> pa.Table:

@@ -143,6 +143,7 @@ def test_a_killed_driver_goes_on_and_too_many_errors_say_3(tmp_path: Path) -> No
     done = batch_generate(*arguments)
     assert done.returncode == 3, done.stderr
     assert "more than output.max_error_rate (0.1) allows" in done.stderr.splitlines()[-1]
+    assert "output.max_error_rate (0.1) allows; to accept" in batch_generate("status", output).stdout
     answers = read(output)
     assert [row["row_id"] for row in answers] == [f"a.parquet#{i}" for i in range(13)] + [
         f"b.parquet#{i}" for i in range(11)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from engine import ConfigError
 from jobs import cli
 from jobs.config import JobConfig
-from pipelines.manifest import OutputFolder, Tally, write_plan
+from pipelines.manifest import DriverLock, OutputFolder, Tally, write_plan
 from pipelines.report import Effort, JobStatus, WastedTokens, read_status
 from tests.small_jobs import make_plan, start_run, write_prompts
 
@@ -214,3 +215,30 @@ def test_status_says_what_to_change_where_the_same_command_would_stop_again(tmp_
     first_line = cli.format_status(read_status(folder.path)).splitlines()[0]
     assert "output.max_errors; raise it to go on" in first_line
     assert "same command" not in first_line
+
+
+@pytest.mark.parametrize(("allowed", "has_failed"), [(0.09, True), (0.1, False), (1.0, False)])
+def test_a_finished_job_says_whether_too_many_rows_are_error_rows(
+    tmp_path: Path, allowed: float, has_failed: bool
+) -> None:
+    folder = OutputFolder(tmp_path / "out")
+    write_prompts(tmp_path / "in.parquet", [None] + [[1]] * 9)
+    plan = make_plan(tmp_path / "in.parquet")
+    start_run(folder, plan, max_error_rate=allowed)[0].run()
+    first_line = cli.format_status(read_status(folder.path)).splitlines()[0]
+    assert first_line.startswith("finished")
+    assert (f"output.max_error_rate ({allowed:g}) allows" in first_line) is has_failed
+    assert ("with too many error rows" in folder.page_file.read_text()) is has_failed
+    assert json.loads(folder.report_file.read_text())["has_failed_rate"] is has_failed
+    start_run(folder, plan, max_error_rate=1.0)[0].run()  # what it says to do to accept them
+    assert cli.format_status(read_status(folder.path)).startswith("finished: 1 of 1 shards")
+
+
+def test_a_run_that_has_no_row_yet_says_that_its_time_left_is_not_known(tmp_path: Path) -> None:
+    folder = OutputFolder(tmp_path / "out")
+    write_prompts(tmp_path / "in.parquet", [[1], [2]])
+    driver, _ = start_run(folder, make_plan(tmp_path / "in.parquet"))
+    with DriverLock(folder):
+        assert "time left not known" in cli.format_status(read_status(folder.path)).splitlines()[0]
+        driver.run()
+    assert "time left" not in cli.format_status(read_status(folder.path))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine import ConfigError
-from pipelines.manifest import OutputFolder
+from pipelines.manifest import DriverLock, OutputFolder, claim_run
 from pipelines.progress import ProgressLine
-from pipelines.report import read_status
+from pipelines.report import RunRecord, read_status
 from tests.small_jobs import make_plan, random_prompts, read_output, start_run, write_prompts
 
 
@@ -71,3 +71,37 @@ def test_without_a_terminal_there_are_whole_lines_and_few() -> None:
     assert "\r" not in text
     assert "100/100" in text
     assert "prefill 1200 tok/s, decode 35 tok/s, 25% cached, 2 errors, 3 ranks" in text
+
+
+@pytest.mark.parametrize("first", [0, 40])
+def test_before_a_run_has_done_a_row_the_line_says_why_it_tells_no_time(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr("pipelines.progress._LINE_INTERVAL_S", 0.0)
+    monkeypatch.setattr("pipelines.progress._LONGEST_LINE_INTERVAL_S", 0.0)
+    line = ProgressLine(100, first, stream)
+    for done in (first, first + 1, 100):
+        line.show(
+            done,
+            prefill_tokens_per_s=0.0,
+            decode_tokens_per_s=0.0,
+            cache_hit_rate=0.0,
+            num_errors=0,
+            num_ranks=1,
+        )
+    assert ["time left not known" in text for text in stream.getvalue().splitlines()] == [True, False, False]
+
+
+def test_a_run_that_is_about_to_begin_has_nothing_in_flight_of_one_that_was_killed(tmp_path: Path) -> None:
+    folder = OutputFolder(tmp_path / "out")
+    write_prompts(tmp_path / "in.parquet", random_prompts(random.Random(1), 30))
+    plan = make_plan(tmp_path / "in.parquet")
+    start_run(folder, plan)
+    killed = RunRecord(run=claim_run(folder), num_in_flight=7)
+    killed.save(folder)
+    with DriverLock(folder):
+        assert read_status(folder.path).num_in_flight == 7
+        start_run(folder, plan)
+        status = read_status(folder.path)
+        assert (status.num_in_flight, status.is_running, status.live_runs) == (0, True, (killed.run + 1,))
