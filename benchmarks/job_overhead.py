@@ -6,7 +6,9 @@ the job layer can cost three things, told apart here:
   more steps           for the same rows: batches that were not full. Exact on any machine.
   time between steps   feeding and journaling. Nearly exact.
   slower steps         its other threads and processes want the same cores and the same interpreter lock.
-                       Drowned by other work on a machine, so of each step the least disturbed run counts.
+                       Drowned by other work on a machine, so of each step the least disturbed run counts, and
+                       half of the bare engine's runs are held against the other half: what that says is
+                       noise.
 
 Starting Ray, loading the model and publishing the last part do not grow with the job and are printed apart.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -50,6 +53,11 @@ class Measured:
     @property
     def seconds(self) -> float:
         return sum(self.steps_s) + sum(self.gaps_s)
+
+    @property
+    def waits_s(self) -> float:
+        """For how long the thread of the steps was in one and did not run."""
+        return sum(self.steps_s) - sum(self.cpu_s)
 
 
 def measure(run: Callable[[], None]) -> Measured:
@@ -101,8 +109,8 @@ def run_whole(model: str, prompts: list[str], max_tokens: int) -> None:
         assert code == 0, f"the job ended with exit code {code}"
 
 
-def show(name: str, found: list[Measured]) -> Measured:
-    """Print one side's runs, and return what was least disturbed: the least of every step, gap and rest."""
+def show(name: str, found: list[Measured]) -> None:
+    """Print one side's runs."""
     for one in found:
         print(
             f"{name}: {len(one.steps_s)} steps of {one.num_tokens / len(one.steps_s):.1f} tokens, "
@@ -110,8 +118,12 @@ def show(name: str, found: list[Measured]) -> Measured:
             f"{sum(one.gaps_s):.3f} s between; {one.num_tokens / one.seconds:.1f} tok/s; "
             f"apart {one.apart_s:.1f} s"
         )
-    few = min(len(one.steps_s) for one in found)
-    same = [one for one in found if len(one.steps_s) == few]
+
+
+def least_disturbed(found: list[Measured]) -> Measured:
+    """The least of every step, gap and rest among one side's runs that have its usual number of steps."""
+    usual = statistics.median_low(len(one.steps_s) for one in found)
+    same = [one for one in found if len(one.steps_s) == usual]
     return Measured(
         num_tokens=same[0].num_tokens,
         steps_s=[min(step) for step in zip(*(one.steps_s for one in same), strict=True)],
@@ -139,15 +151,27 @@ def main() -> None:
     for _ in range(args.repeats):
         runs["bare engine"].append(measure(lambda: run_bare(model, prompts, args.max_tokens)))
         runs["whole job"].append(measure(lambda: run_whole(model, prompts, args.max_tokens)))
-    bare, whole = (show(name, found) for name, found in runs.items())
+    for name, found in runs.items():
+        show(name, found)
+    bare, whole = (least_disturbed(found) for found in runs.values())
     print_costs(bare, whole)
+    waits = [statistics.median(one.waits_s for one in found) for found in runs.values()]
+    print(f"in steps, waiting for a core or the lock: {(waits[1] - waits[0]) / bare.seconds:+.2%}")
+    if args.repeats > 1:
+        halves = [least_disturbed(runs["bare engine"][at::2]) for at in range(2)]
+        wall, cpu = costs_of_steps(*halves)
+        print(f"noise, the bare engine against itself: {wall:+.2%} of wall, {cpu:+.2%} of CPU time")
+
+
+def costs_of_steps(one: Measured, other: Measured) -> tuple[float, float]:
+    """How much longer all steps of the other take, by the clock and in CPU time."""
+    return sum(other.steps_s) / sum(one.steps_s) - 1, sum(other.cpu_s) / sum(one.cpu_s) - 1
 
 
 def print_costs(bare: Measured, whole: Measured) -> None:
     """What the job layer costs, by kind, of the bare engine's time."""
     more_steps = len(whole.steps_s) / len(bare.steps_s) - 1
-    slower = sum(whole.steps_s) / sum(bare.steps_s) - 1
-    slower_cpu = sum(whole.cpu_s) / sum(bare.cpu_s) - 1
+    slower, slower_cpu = costs_of_steps(bare, whole)
     between = (sum(whole.gaps_s) - sum(bare.gaps_s)) / bare.seconds
     print(
         f"of the bare engine's time: number of steps {more_steps:+.2%}, between steps {between:+.2%}, "
