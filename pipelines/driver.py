@@ -239,9 +239,12 @@ class Driver:
         outcome = "failed"
         try:
             result = self._loop()
-            if result is not Outcome.COMMITTED:
-                self._count_last_rows()
             outcome = result.value
+            if result is not Outcome.COMMITTED:
+                # First what is known: where Ray was ended with us, asking it once more ends this process.
+                self._record.outcome = outcome
+                self._watch.save()
+                self._count_last_rows()
         finally:
             self._watch.finish(self._count_rows(), outcome)
             if outcome != Outcome.STOPPED.value or len(self._plan.shards) <= _MAX_SHARDS_TO_REPORT_IN_HASTE:
