@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jobs.reaper import MARK, reap
 from tests.conftest import ROOT
+from tests.marked_processes import marked_processes
 
 RAY = str(Path(sys.executable).with_name("ray"))
 _PATIENCE_S = 120.0
@@ -86,15 +87,7 @@ class RayCluster:
 
     def processes(self, title: bytes) -> list[int]:
         """Live processes on any node whose title holds ``title``."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                environment, command = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
-            except (OSError, ValueError):
-                continue
-            if f"{MARK}={self.mark}-".encode() in environment and title in command:
-                found.append(int(entry.name))
-        return found
+        return marked_processes(f"{MARK}={self.mark}-", title)
 
     def ray(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """A ray command of a user of this cluster."""

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.marked_processes import marked_processes
 from tests.ray_cluster import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
@@ -151,15 +152,7 @@ class SlurmCluster:
 
     def processes(self, title: bytes = b"") -> list[int]:
         """Live processes of any job."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                environment, command = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
-            except (OSError, ValueError):
-                continue
-            if f"{_MARK}={self.mark}".encode() in environment and title in command:
-                found.append(int(entry.name))
-        return found
+        return marked_processes(f"{_MARK}={self.mark}", title)
 
     def close(self) -> None:
         """End the jobs and the daemons, and what is left of jobs then."""

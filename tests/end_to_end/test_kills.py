@@ -17,6 +17,7 @@ import pytest
 from pipelines.report import JobStatus, read_status
 from tests.conftest import ROOT
 from tests.fake_engine import POISON_ID
+from tests.marked_processes import marked_processes
 from tests.small_jobs import check_answers, random_prompts, read_output, write_prompts
 
 pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.timeout(400)]
@@ -46,15 +47,7 @@ class Job:
 
     def processes(self, title: bytes = b"") -> list[int]:
         """Live processes that this job's driver started, those whose title holds ``title``."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                environment, command = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
-            except (OSError, ValueError):
-                continue
-            if f"TEST_JOB_MARK={self._mark}".encode() in environment and title in command:
-                found.append(int(entry.name))
-        return found
+        return marked_processes(f"TEST_JOB_MARK={self._mark}", title)
 
     def wait_until(self, is_so: Callable[[JobStatus], bool]) -> JobStatus:
         """Look at the job's status from outside until ``is_so``."""

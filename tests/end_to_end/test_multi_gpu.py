@@ -17,6 +17,7 @@ import pytest
 from pipelines.manifest import OutputFolder
 from pipelines.report import read_runs, read_status
 from tests.conftest import ROOT
+from tests.marked_processes import marked_processes
 from tests.small_jobs import random_prompts, read_output, write_prompts
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.ray, pytest.mark.kill, pytest.mark.timeout(900)]
@@ -58,15 +59,7 @@ class Job:
         return subprocess.Popen([sys.executable, "-m", "jobs.cli", *self._command], cwd=ROOT, env=environment)
 
     def processes(self, title: bytes = b"") -> list[int]:
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                environment, command = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
-            except (OSError, ValueError):
-                continue
-            if f"{_MARK}={self.mark}".encode() in environment and title in command:
-                found.append(int(entry.name))
-        return found
+        return marked_processes(f"{_MARK}={self.mark}", title)
 
     def num_ok(self) -> int:
         return read_status(self.output).num_ok if (self.output / "_overnight" / "plan.json").exists() else 0

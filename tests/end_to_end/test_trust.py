@@ -25,6 +25,7 @@ from pipelines.manifest import OutputFolder, load_plan, write_plan
 from pipelines.plan import PartOptions
 from pipelines.source import find_input
 from tests.conftest import ROOT
+from tests.marked_processes import marked_processes
 from tests.small_jobs import make_plan, random_prompts, start_run, write_prompts
 
 TINY = ROOT / "tests" / "data" / "tiny"
@@ -159,22 +160,10 @@ def test_a_ray_of_our_own_listens_on_the_loopback_alone(tmp_path: Path) -> None:
             assert driver.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        pids = [
-            int(entry.name)
-            for entry in Path("/proc").iterdir()
-            if entry.name.isdigit() and mark.encode() in read_or_nothing(entry / "environ")
-        ]
-        found = listening(pids)
+        found = listening(marked_processes(mark))
         assert found, "Ray listens somewhere"
         loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
         assert found.keys() <= loopback, found
     finally:
         driver.send_signal(signal.SIGTERM)
         assert driver.wait(60) in (0, 75)
-
-
-def read_or_nothing(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""

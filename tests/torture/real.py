@@ -24,6 +24,7 @@ from engine import EngineConfig, Request, SamplingParams
 from engine.llm_engine import LLMEngine
 from pipelines.report import read_status
 from tests.conftest import ROOT
+from tests.marked_processes import marked_processes
 from tests.small_jobs import random_prompts, write_prompts
 from tests.torture.harm import Log, check_at_rest, check_finished
 from tests.torture.processes import send_signal
@@ -53,15 +54,7 @@ class Cluster:
 
     def ranks(self) -> list[int]:
         """Live rank processes of this cluster, told apart by its mark."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                environment, command = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
-            except (OSError, ValueError):
-                continue
-            if f"{_MARK}={self._mark}".encode() in environment and b"RankActor" in command:
-                found.append(int(entry.name))
-        return found
+        return marked_processes(f"{_MARK}={self._mark}", b"RankActor")
 
 
 @contextmanager
