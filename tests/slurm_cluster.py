@@ -45,7 +45,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait=30
+KillWait=5
 MailProg=/bin/true
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=4 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=4 State=UNKNOWN
