@@ -14,6 +14,7 @@ from kernels.number_formats.kernel import (
     e2m1_codes,
     e4m3_codes,
     e4m3_values,
+    fp8_exponents,
     group_maxima,
     scale_groups,
 )
@@ -89,8 +90,7 @@ def _store_window(
     ptr, row_start, is_in, is_row, even, odd, pair, DIM: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
 ):
     """e4m3 values, then an e8m0 scale per 32 channels."""
-    amax = tl.maximum(group_maxima(even, odd, ROWS, HALF, 16), 1e-4)
-    exponent = ceil_power_of_two(amax * (1.0 / 448.0))
+    exponent = fp8_exponents(group_maxima(even, odd, ROWS, HALF, 16))
     # Dividing by a power of two is multiplying by its exact inverse.
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     low = e4m3_codes(scale_groups(even, inverse, ROWS, HALF, 16))

@@ -9,9 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.number_formats.kernel import ceil_power_of_two, e2m1_values, e4m3_codes, e4m3_values, e8m0_values
-
-E4M3_RECIPROCAL = tl.constexpr(1.0 / 448.0)
+from kernels.number_formats.kernel import e2m1_values, e4m3_codes, e4m3_values, e8m0_values, fp8_exponents
 
 
 @triton.jit
@@ -20,12 +18,6 @@ def silu_product(gate, up, limit):
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
     return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@triton.jit
-def fp8_exponent(largest):
-    """Biased exponent of the scale of channels whose largest magnitude is given."""
-    return ceil_power_of_two(tl.maximum(largest, 1e-4) * E4M3_RECIPROCAL)
 
 
 @triton.jit
@@ -40,7 +32,7 @@ def round_rows_kernel(
     largest = tl.max(tl.abs(x), 1)
     if IS_ROW:
         largest = tl.zeros([BLOCK // 32], tl.float32) + tl.max(largest, 0)
-    scale = tl.broadcast_to(e8m0_values(fp8_exponent(largest))[:, None], [BLOCK // 32, 32])
+    scale = tl.broadcast_to(e8m0_values(fp8_exponents(largest))[:, None], [BLOCK // 32, 32])
     rounded = e4m3_values(e4m3_codes(tl.div_rn(x, scale))) * scale
     tl.store(out_ptr + row * WIDTH + column, rounded.to(out_ptr.dtype.element_ty), mask=is_in)
 
@@ -86,7 +78,7 @@ def place_rows_kernel(
     is_in = (group < WIDTH // 32) & (second < 2) & (n < 16)
     x_ptrs = x_ptr + row * stride_x_row + group * 32 + second * 16 + n
     x = tl.load(x_ptrs, mask=is_in, other=0.0).to(tl.float32)
-    exponent = fp8_exponent(tl.max(tl.max(tl.abs(x), 2), 1))
+    exponent = fp8_exponents(tl.max(tl.max(tl.abs(x), 2), 1))
     if IS_ROW:
         exponent = tl.zeros([BLOCK // 32], tl.int32) + tl.max(exponent, 0)
     if HAS_EXPONENTS:

@@ -69,6 +69,12 @@ def ceil_power_of_two(x):
 
 
 @triton.jit
+def fp8_exponents(largest):
+    """Biased exponents (int32) of the scales of e4m3 channels with these largest magnitudes."""
+    return ceil_power_of_two(tl.maximum(largest, 1e-4) * (1.0 / 448.0))
+
+
+@triton.jit
 def group_maxima(even, odd, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
     """Largest magnitude of each run of PAIRS pairs: two [ROWS, HALF] -> [ROWS, HALF / PAIRS]."""
     largest = tl.maximum(tl.abs(even), tl.abs(odd))
@@ -105,8 +111,7 @@ def quantise_activations_kernel(
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_x_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     grouped = tl.reshape(x, [BLOCK // GROUP, GROUP])
-    largest = tl.maximum(tl.max(tl.abs(grouped), 1), 1e-4)
-    exponents = ceil_power_of_two(largest * (1.0 / 448.0))
+    exponents = fp8_exponents(tl.max(tl.abs(grouped), 1))
     # A product with the exact inverse is the division by a power of two, rounded once.
     inverse = e8m0_values(254 - exponents)
     codes = tl.reshape(e4m3_codes(grouped * inverse[:, None]), [BLOCK])
