@@ -27,12 +27,13 @@ from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import ModelShape
 from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import build_ngram_tables
-from engine.layers.ops import build_ops, resolve_kernel_impl
+from engine.layers.ops import Ops, build_ops, resolve_kernel_impl
 from engine.loader import WeightReader
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from engine.parallel import ExpertGroup, exchange_bytes
 from engine.scheduler import ScheduledBatch
+from kernels.number_formats import ActivationMode
 
 CPU_CACHE_BYTES = 2 << 30
 """What KV blocks may take on a CPU rank, which is for tests and demonstrations."""
@@ -58,6 +59,7 @@ class ModelRunner:
         if activations == "auto":
             activations = "release" if model_config.is_quantised else "none"
         kernel_impl = resolve_kernel_impl(config.kernel_impl, model_config, is_gpu=device == "cuda")
+        device_name = _device_name(self.device)
         self.model_config = model_config
         self.shape = ModelShape(
             num_layers=model_config.num_hidden_layers,
@@ -73,29 +75,9 @@ class ModelRunner:
                 num_layers=model_config.num_hidden_layers,
             )
         ops = build_ops(kernel_impl)
-        reader = WeightReader(
-            config.model,
-            dtype=getattr(torch, dtype),
-            device=self.device,
-            keeps_quantised=ops.reads_quantised,
-            local_experts=None if self.group is None else self.group.own_experts,
-        )
-        self.model = DeepseekV41Model(
-            reader,
-            model_config,
-            self._tables,
-            activations=ActivationFormat(activations, ops),
-            ops=ops,
-            group=self.group,
-        )
+        self.model = self._load_model(config.model, getattr(torch, dtype), activations, ops)
         if self.group is not None:
-            settings: list[object] = [
-                model_config,
-                dtype,
-                _device_name(self.device),
-                kernel_impl,
-                activations,
-            ]
+            settings: list[object] = [model_config, dtype, device_name, kernel_impl, activations]
             settings += [config.cache_quantisation, config.max_num_batched_tokens]
             self.group.connect(self.device, repr(settings))
         layout = CacheLayout(model_config, config.cache_quantisation == "release", getattr(torch, dtype))
@@ -112,7 +94,7 @@ class ModelRunner:
             model=config.model,
             dtype=dtype,
             device=device,
-            device_name=_device_name(self.device),
+            device_name=device_name,
             kernel_impl=kernel_impl,
             activation_quantisation=activations,
             cache_quantisation=config.cache_quantisation,
@@ -136,6 +118,26 @@ class ModelRunner:
             num_host_blocks=num_host_blocks,
             num_host_states=num_host_states,
             device=self.device,
+        )
+
+    def _load_model(
+        self, folder: str, dtype: torch.dtype, activations: ActivationMode, ops: Ops
+    ) -> DeepseekV41Model:
+        """The model on the device, with this rank's share of the experts."""
+        reader = WeightReader(
+            folder,
+            dtype=dtype,
+            device=self.device,
+            keeps_quantised=ops.reads_quantised,
+            local_experts=None if self.group is None else self.group.own_experts,
+        )
+        return DeepseekV41Model(
+            reader,
+            self.model_config,
+            self._tables,
+            activations=ActivationFormat(activations, ops),
+            ops=ops,
+            group=self.group,
         )
 
     @torch.inference_mode()
