@@ -7,6 +7,7 @@ last word. Imports neither torch nor triton.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from engine.checkpoint import StoredTensor, is_ignored, read_checkpoint
@@ -20,9 +21,11 @@ from engine.config import (
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
 
 _STORED_AS_IS = (".embed.weight", ".embed.scale")  # the n-gram tables: looked up, never multiplied
-_KEPT_IN_FLOAT32 = ("head.weight", ".gate.weight", "_fn")
-_SCALE_DTYPES = {"F8_E8M0"}
-_PACKED_FP4 = "I8"
+_KEPT_IN_FLOAT32 = ("head.weight", ".gate.weight", "_fn", ".engram.q_weight", ".engram.k_weight")
+_NOT_KEPT = (".gate.bias_vl",)  # of image tokens
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_QUANTISED = {"F8_E4M3", "F8_E8M0", "I8"}
+_LEAST_SELECTION_BYTES = 16 << 20
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _ENTRY_BLOCK, _SCALE_BLOCK = 16, 32  # values that share a scale: of a cached entry, of all else
 
@@ -58,6 +61,16 @@ class MemoryEstimate:
         """What has to be there for one sequence of full length."""
         return self.num_fixed_bytes + self.num_blocks_per_longest * self.num_bytes_per_block
 
+    def describe(self, num_kv_blocks: int | None) -> str:
+        """All of it in one line, for a log or a plan."""
+        blocks = "" if num_kv_blocks is None else f" {_gib(num_kv_blocks * self.num_bytes_per_block)},"
+        return (
+            f"memory of a rank: weights {_gib(self.num_weight_bytes)} in {self.dtype} "
+            f"({_gib(self.num_checkpoint_bytes)} on disk), states {_gib(self.num_state_bytes)}, "
+            f"a step {_gib(self.num_scratch_bytes)}, KV{blocks} {self.num_bytes_per_block} bytes for "
+            f"{KV_BLOCK_SIZE} tokens; at least {_gib(self.num_least_bytes)}"
+        )
+
     def num_kv_blocks(self, config: EngineConfig, device_bytes: int) -> int:
         """How many blocks an engine takes on a device of that size. Raises ``ConfigError`` if too few fit."""
         facts = MemoryFacts(
@@ -68,33 +81,74 @@ class MemoryEstimate:
         return resolve_block_counts(config, facts, max_model_len=self.max_model_len)[0]
 
 
-def estimate_memory(config: EngineConfig) -> MemoryEstimate:
-    """Read the model folder's config and its safetensors headers. Raises ``ConfigError``."""
+def estimate_memory(
+    config: EngineConfig, *, is_gpu: bool | None = None, num_expert_ranks: int = 1
+) -> MemoryEstimate:
+    """Read the model folder's config and its safetensors headers. Raises ``ConfigError``.
+
+    ``is_gpu`` says whether "auto" settings are answered for a GPU; None: where ``config.device`` is "cuda".
+    Each of ``num_expert_ranks`` holds its share of every layer's routed experts, and all of the rest.
+    """
     model = load_model_config(config.model)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if model.dtype == "float32" else "bfloat16"
-    tensors = [t for t in read_checkpoint(config.model).values() if not is_ignored(t.name)]
+    on_gpu = config.device == "cuda" if is_gpu is None else is_gpu
+    has_kernels = config.kernel_impl == "triton" or (config.kernel_impl == "auto" and on_gpu)
+    checkpoint = read_checkpoint(config.model)
+    tensors = [tensor for tensor in checkpoint.values() if not is_ignored(tensor.name)]
+    pooled = {name.replace(".wgate.", ".wkv.") for name in checkpoint if name.endswith(".wgate.weight")}
+
+    def loaded_bytes(tensor: StoredTensor) -> int:
+        found = _num_loaded_bytes(
+            tensor,
+            _ITEM_BYTES[dtype],
+            has_kernels,
+            is_pooled=tensor.name.replace(".wgate.", ".wkv.") in pooled,
+        )
+        return found // num_expert_ranks if _EXPERT.search(tensor.name) else found
+
     block_bytes, state_bytes = _cache_bytes(model, config, _ITEM_BYTES[dtype])
     return MemoryEstimate(
         dtype=dtype,
         max_model_len=resolve_max_model_len(config, model_max_len=model.max_position_embeddings),
         num_checkpoint_bytes=sum(tensor.num_bytes for tensor in tensors),
-        num_weight_bytes=sum(_num_loaded_bytes(tensor, _ITEM_BYTES[dtype]) for tensor in tensors),
-        num_scratch_bytes=config.max_num_batched_tokens * model.hc_mult * model.hidden_size * 4 * 8,
+        num_weight_bytes=sum(map(loaded_bytes, tensors)),
+        num_scratch_bytes=step_scratch_bytes(model, config),
         num_state_bytes=config.max_num_seqs * state_bytes,
         num_bytes_per_block=block_bytes,
     )
 
 
-def _num_loaded_bytes(tensor: StoredTensor, item_bytes: int) -> int:
-    """As the loader keeps it: products' weights in the engine's dtype, small vectors in float32."""
-    if tensor.name.endswith(_STORED_AS_IS):
-        return tensor.num_bytes
-    if tensor.dtype in _SCALE_DTYPES:
+def step_scratch_bytes(model: DeepseekV41Config, config: EngineConfig) -> int:
+    """What a step takes beside weights and caches: it follows from the batch, not from the context."""
+    num_rows = config.max_num_batched_tokens
+    # The residual streams in fp32, and the handful of their copies that a layer makes.
+    streams = num_rows * model.hc_mult * model.hidden_size * 4 * 8
+    # Scores are computed tile by tile, in the room of three fp32 copies of the queries.
+    selection = max(12 * num_rows * model.index_n_heads * model.index_head_dim, _LEAST_SELECTION_BYTES)
+    return streams + selection
+
+
+def _num_loaded_bytes(tensor: StoredTensor, item_bytes: int, has_kernels: bool, *, is_pooled: bool) -> int:
+    """As the loader keeps it: what kernels read is as stored, else products' weights are in its dtype.
+
+    ``is_pooled``: a compressor's weight that is multiplied in float32.
+    """
+    name = tensor.name
+    if name.endswith(_NOT_KEPT):
         return 0
-    num_elements = math.prod(tensor.shape) * (2 if tensor.dtype == _PACKED_FP4 else 1)
-    is_float32 = len(tensor.shape) < 2 or tensor.name.endswith(_KEPT_IN_FLOAT32)
+    if name.endswith(_STORED_AS_IS) or (has_kernels and tensor.dtype in _QUANTISED):
+        return tensor.num_bytes
+    if tensor.dtype == "F8_E8M0":
+        return 0
+    num_elements = math.prod(tensor.shape) * (2 if tensor.dtype == "I8" else 1)
+    if has_kernels and name == "head.weight" and tensor.dtype == "BF16":
+        return tensor.num_bytes
+    if has_kernels and item_bytes == 2 and name.endswith((".gate.weight", "_fn")):
+        # As bfloat16 pieces, three of a float32 number.
+        return num_elements * (2 if tensor.dtype == "BF16" else 6)
+    is_float32 = is_pooled or len(tensor.shape) < 2 or name.endswith(_KEPT_IN_FLOAT32)
     return num_elements * (4 if is_float32 else item_bytes)
 
 
@@ -110,3 +164,7 @@ def _cache_bytes(model: DeepseekV41Config, config: EngineConfig, item_bytes: int
     num_open = sum(model.compress_ratios[s] - 1 for s in model.kv_source_layer_ids)
     state = model.num_hidden_layers * model.sliding_window * window + num_open * 2 * head * 4
     return num_entries * entry, state
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -5,6 +5,7 @@ It loads the model, sizes its memory and runs what the scheduler planned; it dec
 
 from __future__ import annotations
 
+import logging
 import platform
 from pathlib import Path
 from typing import Literal
@@ -29,11 +30,14 @@ from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import build_ngram_tables
 from engine.layers.ops import Ops, build_ops, resolve_kernel_impl
 from engine.loader import WeightReader
+from engine.memory import estimate_memory, step_scratch_bytes
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from engine.parallel import ExpertGroup, exchange_bytes
 from engine.scheduler import ScheduledBatch
 from kernels.number_formats import ActivationMode
+
+logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2 << 30
 """What KV blocks may take on a CPU rank, which is for tests and demonstrations."""
@@ -111,6 +115,7 @@ class ModelRunner:
             seed=config.seed,
         )
         self.layout = layout
+        self._log_memory(config)
         self.cache = KVCache(
             layout,
             num_blocks=num_blocks,
@@ -140,6 +145,12 @@ class ModelRunner:
             group=self.group,
         )
 
+    def _log_memory(self, config: EngineConfig) -> None:
+        """One line that says what the device will hold, before caches are there."""
+        ranks = 1 if self.group is None else self.group.size
+        plan = estimate_memory(config, is_gpu=self.device.type == "cuda", num_expert_ranks=ranks)
+        logger.info("%s", plan.describe(self.resolved.num_kv_blocks))
+
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, trace: Trace | None = None) -> Tensor:
         """Carry out the step; fp32 logits [num_samples, vocab] of the chunks that sample, in order."""
@@ -164,8 +175,7 @@ class ModelRunner:
             return CPU_CACHE_BYTES
         free, total = torch.cuda.mem_get_info(self.device)
         model = self.model_config
-        # The residual streams in fp32, and the handful of their copies that a layer makes.
-        scratch = config.max_num_batched_tokens * model.hc_mult * model.hidden_size * 4 * 8
+        scratch = step_scratch_bytes(model, config)
         if self.group is not None:
             scratch += exchange_bytes(
                 self.group.size,

@@ -99,7 +99,9 @@ def forecast_job(
     job = with_absolute_paths(job)
     plan = plan_job(job)
     check_folder(output_folder(job), plan)
-    memory = estimate_memory(engine_config(job))
+    # Whoever names a device's memory plans for a GPU.
+    is_gpu = job.engine.device == "cuda" or (job.engine.device == "auto" and device_bytes is not None)
+    memory = estimate_memory(engine_config(job), is_gpu=is_gpu)
     obstacles: list[str] = []
     num_kv_blocks = _count_blocks(job, memory, device_bytes, obstacles)
     facts = _look_at_rows(job, plan, _draw(plan, max_num_rows, seed), memory.max_model_len, num_kv_blocks)
@@ -286,13 +288,7 @@ def _refused_lines(found: JobForecast, about: str) -> list[str]:
 
 
 def _memory_lines(found: JobForecast) -> list[str]:
-    memory = found.memory
-    line = (
-        f"memory of a rank: weights {_gib(memory.num_weight_bytes)} in {memory.dtype} "
-        f"({_gib(memory.num_checkpoint_bytes)} on disk), states {_gib(memory.num_state_bytes)}, "
-        f"a step {_gib(memory.num_scratch_bytes)}, KV {memory.num_bytes_per_block} bytes for "
-        f"{KV_BLOCK_SIZE} tokens; at least {_gib(memory.num_least_bytes)}"
-    )
+    line = found.memory.describe(found.num_kv_blocks)
     if found.num_kv_blocks is None:
         return [line, "KV cache: not known without --device-memory-gib or engine.num_kv_blocks"]
     return [line, f"KV cache: {found.num_kv_blocks} blocks, {found.num_kv_blocks * KV_BLOCK_SIZE} tokens"]

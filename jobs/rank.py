@@ -5,6 +5,7 @@ Owns how a job becomes an engine and a renderer, and nothing of what they then d
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -89,6 +90,8 @@ class RankActor:
     """The rank as a Ray actor: a worker, and the thread of its loop."""
 
     def __init__(self, spec: RankSpec) -> None:
+        # To the process's stderr, which Ray keeps in the rank's log.
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         folder = OutputFolder(Path(spec.job.output.state_dir or spec.job.output.path))
         self._node, self._device = socket.gethostname(), ""
         self._worker = RankWorker(
