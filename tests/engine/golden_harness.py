@@ -6,6 +6,8 @@ it knows no scheduler, no sampler and no queue.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import DecoderPrefill, ModelShape
 from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import NgramTables, build_ngram_tables
-from engine.layers.ops import KernelImpl, build_ops
+from engine.layers.ops import KernelImpl, Ops, build_ops
 from engine.loader import WeightReader
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
@@ -38,6 +40,30 @@ MODEL_FOLDERS = {
 CHUNKS = (7, 1, 16, 3, 5, 30)
 NUM_BLOCKS = 24
 CPU = torch.device("cpu")
+
+
+# Ops whose results are sums in an order that an implementation chooses.
+SUMS = ("linear", "fp8_linear", "grouped_linear", "paged_sparse_attention", "combine_experts")
+
+
+def with_rounding_noise(ops: Ops, seed: int | None, device: torch.device = CPU) -> Ops:
+    """``ops`` whose sums are moved by about a last bit, so that what sits at the edge of a rounding step may fall
+    to its other side. A change of the model's input would not do: the first rounding takes it away.
+    """
+    if seed is None:
+        return ops
+    # A GPU's exponentials and divisions are a few last bits away from a CPU's to begin with.
+    relative = 1e-7 if device.type == "cpu" else 5e-7
+
+    def moved(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: object, **options: object) -> Tensor:
+            y = op(*args, **options)
+            noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed))
+            return y * (1 + relative * noise.to(y.device))
+
+        return call
+
+    return dataclasses.replace(ops, **{name: moved(getattr(ops, name)) for name in SUMS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +85,21 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
     kernel_impl: KernelImpl = "torch",
+    noise_seed: int | None = None,
 ) -> LoadedModel:
-    """Load a model folder."""
+    """Load a model folder; with ``noise_seed`` its sums end about a last bit away from where they would."""
     torch.set_num_threads(1)
     config = load_model_config(folder)
     tables = None
     if config.engram_layer_ids:
         tables = build_ngram_tables(config, Tokenizer.from_file(str(folder / "tokenizer.json")))
-    ops = build_ops(kernel_impl)
+    ops = with_rounding_noise(build_ops(kernel_impl), noise_seed, device)
     reader = WeightReader(folder, dtype=dtype, device=device, keeps_quantised=ops.reads_quantised)
     model = DeepseekV41Model(reader, config, tables, activations=ActivationFormat(activations, ops), ops=ops)
     shape = ModelShape(
         num_layers=config.num_hidden_layers, window=config.sliding_window, decoder_start=config.decoder_start
     )
     return LoadedModel(config, shape, tables, model, dtype, device)
-
-
-def add_rounding_noise(model: DeepseekV41Model, seed: int | None, relative: float = 1e-7) -> None:
-    """Change the embedding by about a last bit, so that values at the edge of a rounding step may fall otherwise."""
-    if seed is not None:
-        noise = torch.randn(model._embed.shape, generator=torch.Generator().manual_seed(seed))
-        model._embed = model._embed * (1 + relative * noise).to(model._embed.device)
 
 
 @dataclass(slots=True)

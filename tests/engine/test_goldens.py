@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from itertools import cycle, islice
 from typing import TypeVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 
 from engine.api import Completion, Request, SamplingParams
 from engine.layers.ngrams import build_ngram_tables
-from engine.layers.ops import KernelImpl
+from engine.layers.ops import KernelImpl, build_ops
 from engine.models.deepseek_v41_config import load_model_config
 from tests.engine.engine_harness import build_engine, run
 from tests.engine.golden_harness import (
@@ -25,7 +26,6 @@ from tests.engine.golden_harness import (
     Golden,
     LoadedModel,
     PromptRun,
-    add_rounding_noise,
     load_goldens,
     load_model,
     logit_errors,
@@ -33,6 +33,7 @@ from tests.engine.golden_harness import (
     run_prompts,
     top1_agreement,
     value_errors,
+    with_rounding_noise,
     wrong_rows,
 )
 
@@ -67,15 +68,13 @@ NOISE_SEEDS = (None, 1, 2, 3, 4)
 def loaded_model(
     model: str, mode: str, seed: int | None = None, device: str = "cpu", kernel_impl: KernelImpl = "torch"
 ) -> LoadedModel:
-    loaded = load_model(
+    return load_model(
         MODEL_FOLDERS[model],
         activations="release" if mode == "actq" else "none",
         device=torch.device(device),
         kernel_impl=kernel_impl,
+        noise_seed=seed,
     )
-    # A GPU's exponentials and divisions are a few last bits away from a CPU's to begin with.
-    add_rounding_noise(loaded.model, seed, 1e-7 if device == "cpu" else 5e-7)
-    return loaded
 
 
 @functools.cache
@@ -192,13 +191,13 @@ def test_greedy_text_through_the_engine(model: str, mode: str) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=5)
 
     def attempt(seed: int | None) -> SequenceOf[Completion]:
-        engine = build_engine(
-            MODEL_FOLDERS[model],
-            cache_quantisation="none" if mode == "noquant" else "release",
-            activation_quantisation="release" if mode == "actq" else "none",
-            max_num_batched_tokens=128,
-        )
-        add_rounding_noise(engine.runner.model, seed)
+        with patch("engine.model_runner.build_ops", lambda impl: with_rounding_noise(build_ops(impl), seed)):
+            engine = build_engine(
+                MODEL_FOLDERS[model],
+                cache_quantisation="none" if mode == "noquant" else "release",
+                activation_quantisation="release" if mode == "actq" else "none",
+                max_num_batched_tokens=128,
+            )
         requests = [Request(request_id=g.name, prompt_token_ids=g.prompt, sampling=sampling) for g in files]
         outputs = run(engine, requests)
         return [outputs[golden.name].completions[0] for golden in files]
