@@ -20,6 +20,9 @@ MARK = "OVERNIGHT_RAY"
 """The environment variable that our Ray's processes inherit, and one job's alone."""
 
 _PATIENCE_S = 20.0
+_NUM_EMPTY_LOOKS = 5
+"""Looks in a row that find nothing before nothing is there: a process in the middle of an exec shows no
+environment for an instant, and what it becomes would outlive us."""
 
 
 class Reaper:
@@ -50,10 +53,10 @@ def reap(mark: str, patience_s: float = _PATIENCE_S) -> int:
     """End every process started with ``mark`` in its environment; how many there were."""
     reaped: set[tuple[int, str]] = set()
     deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
+    num_empty_looks = 0
+    while num_empty_looks < _NUM_EMPTY_LOOKS and time.monotonic() < deadline:
         found = [pid for pid in map(_as_pid, os.listdir("/proc")) if pid and _carries(pid, mark)]
-        if not found:
-            break
+        num_empty_looks = 0 if found else num_empty_looks + 1
         for pid in found:
             started = _try_end(pid, mark)
             if started is not None:

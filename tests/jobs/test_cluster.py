@@ -197,6 +197,20 @@ def test_the_reaper_ends_what_carries_its_mark_and_nothing_else() -> None:
             process.wait()
 
 
+def test_the_reaper_ends_a_process_that_it_meets_in_the_middle_of_an_exec() -> None:
+    """A shell that replaces itself without end: in about one look of ten it shows no environment."""
+    code = 'exec /bin/sh -c "$0" "$0"'
+    for index in range(20):
+        mark = f"exec-{index}"
+        process = subprocess.Popen(["/bin/sh", "-c", code, code], env={**os.environ, MARK: mark})
+        try:
+            assert reap(mark, patience_s=5.0) == 1
+            assert process.wait(5) == -9
+        finally:
+            process.kill()
+            process.wait()
+
+
 def test_the_reaper_works_when_its_owner_is_killed() -> None:
     owner_code = (
         "import os, signal, subprocess, sys\nfrom jobs.reaper import MARK, Reaper\n"
