@@ -108,11 +108,12 @@ class WeightReader:
             wide = dequantise_fp8_weight(stored, self.scales(scale_name, _tiles(out_features, in_features)))
         return wide.to(dtype or self.dtype)
 
-    def head(self, name: str, out_features: int, in_features: int) -> Tensor:
-        """The output head: float32, or as stored where kernels widen it."""
-        is_kept = self.keeps_quantised and self._stored_dtype(name) == "BF16"
+    def fp32_linear(self, names: Sequence[str], out_features: int, in_features: int) -> Tensor:
+        """Weights of a product in fp32, one below the other: float32, or bfloat16 where kernels read that."""
+        is_kept = self.keeps_quantised and all(self._stored_dtype(f"{n}.weight") == "BF16" for n in names)
         dtype = torch.bfloat16 if is_kept else torch.float32
-        return self.tensor(name, (out_features, in_features), dtype)
+        parts = [self.linear(name, out_features, in_features, dtype) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def quantised(self, names: Sequence[str], out_features: int, in_features: int) -> Fp8Weight | Tensor:
         """Linear weights one below the other, [len(names) * out, in]: fp8 as stored in value, or widened."""

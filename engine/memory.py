@@ -143,7 +143,7 @@ def _num_loaded_bytes(tensor: StoredTensor, item_bytes: int, has_kernels: bool, 
     if tensor.dtype == "F8_E8M0":
         return 0
     num_elements = math.prod(tensor.shape) * (2 if tensor.dtype == "I8" else 1)
-    if has_kernels and name == "head.weight" and tensor.dtype == "BF16":
+    if has_kernels and (is_pooled or name == "head.weight") and tensor.dtype == "BF16":
         return tensor.num_bytes
     if has_kernels and item_bytes == 2 and name.endswith((".gate.weight", "_fn")):
         # As bfloat16 pieces, three of a float32 number.

@@ -34,11 +34,11 @@ class Compressor:
         self._dtype = reader.dtype
         own, keys = f"{prefix}.compressor", f"{prefix}.indexer"
         ratio = config.compress_ratios[layer]
-        dtype = reader.dtype if ratio == 1 else torch.float32
-        self._wkv = Linear(reader.linear(f"{own}.wkv", head_dim, hidden, dtype), ops)
-        self._wgate: Linear | None = None
-        if ratio > 1:
-            self._wgate = Linear(reader.linear(f"{own}.wgate", head_dim, hidden, dtype), ops)
+        self._wkv: Linear | None = None
+        if ratio == 1:
+            self._wkv = Linear(reader.linear(f"{own}.wkv", head_dim, hidden), ops)
+        else:
+            self._pooled_weight = reader.fp32_linear([f"{own}.wkv", f"{own}.wgate"], head_dim, hidden)
         self._norm = reader.tensor(f"{own}.norm.weight", (head_dim,), torch.float32)
         self._wk = Linear(reader.linear(f"{keys}.wk", index_dim, head_dim), ops)
         self._k_norm = reader.tensor(f"{keys}.k_norm.weight", (index_dim,), torch.float32)
@@ -46,11 +46,10 @@ class Compressor:
     def __call__(self, x: Tensor, inputs: CompressInputs, cache: KVCache) -> None:
         """x [num_rows, hidden] normed: store what completes, keep what stays open."""
         open_groups = None
-        if self._wgate is None:
+        if self._wkv is not None:
             source = self._wkv(x)
         else:
-            wide = x.float()
-            source = torch.stack([self._wkv(wide), self._wgate(wide)], dim=1)
+            source = self._ops.fp32_linear(x, self._pooled_weight).unflatten(1, (2, -1))
             open_groups = cache.open_groups[self._layer]
         if inputs.entry_slots.shape[0]:
             self._store(source, open_groups, inputs, cache)

@@ -57,7 +57,7 @@ class Ops:
     linear: Callable[..., Tensor]
     fp8_linear: Callable[..., Tensor]
     grouped_linear: Callable[..., Tensor]
-    head_logits: Callable[..., Tensor]
+    fp32_linear: Callable[..., Tensor]
     route_tokens: Callable[..., Routes]
     expert_mlp: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]

@@ -130,7 +130,7 @@ class DeepseekV41Model:
             for layer in range(config.num_hidden_layers)
         ]
         self._norm = reader.tensor("norm.weight", (hidden,), torch.float32)
-        self._head = reader.head("head.weight", vocab, hidden)
+        self._head = reader.fp32_linear(["head"], vocab, hidden)
         reader.finish()
 
     def forward(self, batch: BatchInputs, cache: KVCache, trace: Trace | None = None) -> Tensor:
@@ -154,7 +154,7 @@ class DeepseekV41Model:
     def logits(self, streams: Tensor, pre: Tensor) -> Tensor:
         """Final collapse, norm and head: [n, K, hidden], [n, K] -> [n, vocab] fp32."""
         eps = self.config.rms_norm_eps
-        return self._ops.head_logits(self._ops.collapse_norm(streams, pre, self._norm, eps=eps), self._head)
+        return self._ops.fp32_linear(self._ops.collapse_norm(streams, pre, self._norm, eps=eps), self._head)
 
 
 def _record(trace: Trace | None, name: str, value: Tensor) -> None:

@@ -1,9 +1,9 @@
-from kernels.linear.op import fp8_linear, grouped_linear, head_logits, linear
+from kernels.linear.op import fp8_linear, fp32_linear, grouped_linear, linear
 from kernels.linear.reference import (
     Fp8Weight,
     fp8_linear_reference,
+    fp32_linear_reference,
     grouped_linear_reference,
-    head_logits_reference,
     linear_reference,
 )
 from kernels.linear.scales import align_scales
@@ -26,10 +26,10 @@ __all__ = [
     "choose_sum_order",
     "fp8_linear",
     "fp8_linear_reference",
+    "fp32_linear",
+    "fp32_linear_reference",
     "grouped_linear",
     "grouped_linear_reference",
-    "head_logits",
-    "head_logits_reference",
     "linear",
     "linear_reference",
     "runs_on_hopper_kernel",

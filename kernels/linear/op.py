@@ -124,17 +124,17 @@ def grouped_linear(
     return _launch(x, None, values, scales, out, num_groups=num_groups)
 
 
-def head_logits(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Logits in fp32.
+def fp32_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``x @ weight^T`` in fp32: the head's logits, and what a compressor pools.
 
     Args:
-        x: [num_rows, hidden], float32 or bfloat16; rows may lie apart.
-        weight: [vocab, hidden], float32 or bfloat16, contiguous. Two bfloat16 operands are multiplied as they
-            are, which is exact; else both are widened to float32.
-        out: [num_rows, vocab] fp32; None allocates.
+        x: [num_rows, in_features], float32 or bfloat16; rows may lie apart.
+        weight: [out_features, in_features], float32 or bfloat16, contiguous. Two bfloat16 operands are
+            multiplied as they are, which is exact; else both are widened to float32.
+        out: [num_rows, out_features] fp32; None allocates.
 
     Returns:
-        [num_rows, vocab] fp32.
+        [num_rows, out_features] fp32.
 
     Raises:
         ValueError: an argument is not as described.

@@ -85,6 +85,6 @@ def grouped_linear_reference(x: Tensor, weight: Fp8Weight | Tensor, *, num_group
     return torch.cat([linear_reference(inputs, part) for inputs, part in pairs], dim=1)
 
 
-def head_logits_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """[num_rows, hidden], [vocab, hidden], each float32 or bfloat16 -> fp32 [num_rows, vocab]."""
+def fp32_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """[num_rows, in], [out, in], each float32 or bfloat16 -> fp32 [num_rows, out]."""
     return linear_reference(x.float(), weight.float())

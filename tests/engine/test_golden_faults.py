@@ -75,8 +75,11 @@ def _no_shared_expert(layer: DecoderLayer) -> None:
 
 def _mean_pooling(layer: DecoderLayer) -> None:
     compressor = layer._attn._compressor
-    if compressor is not None and compressor._wgate is not None:
-        compressor._wgate = _zeroed(compressor._wgate)
+    if compressor is not None and compressor._wkv is None:
+        weight = compressor._pooled_weight
+        compressor._pooled_weight = torch.cat(
+            [weight[: len(weight) // 2], torch.zeros_like(weight[len(weight) // 2 :])]
+        )
 
 
 def _older_entries(layer: DecoderLayer) -> None:

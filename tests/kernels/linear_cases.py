@@ -11,17 +11,17 @@ from kernels.linear import (
     Fp8Weight,
     fp8_linear,
     fp8_linear_reference,
+    fp32_linear,
+    fp32_linear_reference,
     grouped_linear,
     grouped_linear_reference,
-    head_logits,
-    head_logits_reference,
     linear,
     linear_reference,
 )
 from kernels.number_formats import QuantisedRows, dequantise_fp8_weight, quantise_activations_reference
 from tests.kernels.contract import Inputs, OpCase, Outputs, Tolerance
 
-Kind = Literal["linear", "head", "none", "release", "row", "grouped", "grouped-fp8"]
+Kind = Literal["linear", "fp32", "none", "release", "row", "grouped", "grouped-fp8"]
 FP32 = Tolerance(2e-6, 2e-6, "fp32 sums in another order")
 BF16 = Tolerance(5e-4, 5e-3, "fp32 sums in another order; at a rounding boundary, one bfloat16 step")
 ROW = Tolerance(3.5e-3, 1e-2, "fp8 tensor cores keep about 14 bits of a running sum; rounded to bfloat16")
@@ -57,7 +57,7 @@ def linear_inputs(
         inputs |= {"x": quantised.values.to(device), "row_scales": quantised.scales.to(device)}
     else:
         inputs["x"] = x.to(device)
-    if kind in ("linear", "head", "grouped"):
+    if kind in ("linear", "fp32", "grouped"):
         weight = torch.randn(out_features, in_features, generator=g) / in_features**0.5
         inputs["weight"] = weight.to(device, weight_dtype)
     else:
@@ -76,8 +76,8 @@ def call(kind: Kind, i: Inputs, dtype: torch.dtype, out: Tensor | None) -> Tenso
     x, weight = _operands(i)
     if kind == "linear":
         return linear(x, weight, out=out)
-    if kind == "head":
-        return head_logits(x, weight, out=out)
+    if kind == "fp32":
+        return fp32_linear(x, weight, out=out)
     if kind.startswith("grouped"):
         return grouped_linear(x, weight, num_groups=NUM_GROUPS, out=out)
     return fp8_linear(x, weight, dtype=dtype, out=out)
@@ -88,8 +88,8 @@ def call_reference(kind: Kind, i: Inputs, dtype: torch.dtype) -> Tensor:
     x, weight = _operands(i)
     if kind == "linear":
         return linear_reference(x, weight)
-    if kind == "head":
-        return head_logits_reference(x, weight)
+    if kind == "fp32":
+        return fp32_linear_reference(x, weight)
     if kind.startswith("grouped"):
         return grouped_linear_reference(x, weight, num_groups=NUM_GROUPS)
     return fp8_linear_reference(x, weight, dtype=dtype)
@@ -119,7 +119,7 @@ def linear_case(
     row_counts: tuple[int, ...] = ROW_COUNTS,
     weight_dtype: torch.dtype | None = None,
 ) -> OpCase:
-    out_dtype = torch.float32 if kind == "head" else dtype
+    out_dtype = torch.float32 if kind == "fp32" else dtype
     is_fp8 = kind == "row" and dtype == torch.bfloat16
 
     def run(inputs: Inputs, out: Outputs) -> None:
@@ -147,7 +147,7 @@ FEW = (1, 3, 17)
 SMALL = [
     linear_case("linear", 100, 8, F32, num_rows=40, row_counts=FEW),
     linear_case("linear", 1024, 40, F32, num_rows=70, row_counts=(1, 65)),
-    linear_case("head", 96, 50, F32, num_rows=9, row_counts=(1, 3)),
+    linear_case("fp32", 96, 50, F32, num_rows=9, row_counts=(1, 3)),
     linear_case("none", 96, 40, F32, num_rows=9, row_counts=(1, 3)),
     linear_case("release", 96, 40, F32, num_rows=9, row_counts=(1, 3)),
     linear_case("row", 96, 40, F32, num_rows=9, row_counts=(1, 3)),
@@ -159,8 +159,9 @@ LARGE = [
     linear_case("linear", 96, 24, B16, row_counts=FEW),
     linear_case("linear", 5120, 32, B16),
     linear_case("linear", 5120, 512, B16),
-    linear_case("head", 1024, 1000, B16),
-    linear_case("head", 256, 500, B16, weight_dtype=F32, row_counts=FEW),
+    linear_case("fp32", 1024, 1000, B16),
+    linear_case("fp32", 5120, 1024, B16),
+    linear_case("fp32", 256, 500, B16, weight_dtype=F32, row_counts=FEW),
     linear_case("none", 1280, 4096, B16),
     linear_case("release", 96, 40, B16, row_counts=FEW),
     linear_case("release", 5120, 1280, B16),

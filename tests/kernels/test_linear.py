@@ -12,8 +12,8 @@ from kernels.linear import (
     choose_hopper_config,
     choose_sum_order,
     fp8_linear,
+    fp32_linear,
     grouped_linear,
-    head_logits,
     linear,
     runs_on_hopper_kernel,
 )
@@ -47,7 +47,7 @@ def test_no_rows_give_no_rows() -> None:
     stored = Fp8Weight(weight.to(torch.float8_e4m3fn), torch.zeros(1, 2, dtype=torch.uint8))
     rows = QuantisedRows(x.to(torch.float8_e4m3fn), torch.zeros(0, 1, dtype=torch.uint8))
     assert linear(x, weight).shape == (0, 24)
-    assert head_logits(x, weight).shape == (0, 24)
+    assert fp32_linear(x, weight).shape == (0, 24)
     assert fp8_linear(rows, stored, dtype=torch.float32).shape == (0, 24)
     assert grouped_linear(torch.zeros(0, 128), stored, num_groups=2).shape == (0, 24)
 
