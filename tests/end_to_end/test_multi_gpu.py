@@ -38,7 +38,7 @@ class Job:
 
     def __init__(self, tmp_path: Path) -> None:
         self.output = tmp_path / "out"
-        self.prompts = random_prompts(random.Random(1), 400)
+        self.prompts = random_prompts(random.Random(1), 240)
         write_prompts(tmp_path / "in" / "a.parquet", self.prompts)
         self._command = ["run", "--model", str(MODEL), "--input", str(tmp_path / "in")]
         self._command += ["--output", str(self.output), "--num-ranks", "2"]
@@ -47,7 +47,7 @@ class Job:
             "engine.max_num_seqs=4",
             "engine.max_model_len=256",
             "input.rows_per_shard=20",
-            "sampling.max_tokens=128",
+            "sampling.max_tokens=64",
             "sampling.ignore_eos=true",
         ):
             self._command += ["--set", setting]
