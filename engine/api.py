@@ -200,6 +200,9 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """Counters and gauges."""
 
+    def num_generated_tokens(self) -> dict[str, int]:
+        """How many tokens each unfinished request has so far, all its samples together."""
+
     @property
     def resolved(self) -> ResolvedConfig:
         """What it runs with, after every "auto" was answered."""

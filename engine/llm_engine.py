@@ -176,6 +176,13 @@ class LLMEngine:
             num_kv_blocks=self.resolved.num_kv_blocks,
         )
 
+    def num_generated_tokens(self) -> dict[str, int]:
+        """How many tokens each unfinished request has so far, all its samples together."""
+        return {
+            request_id: sum(seq.num_tokens - seq.num_prompt_tokens for seq in state.sequences)
+            for request_id, state in self._requests.items()
+        }
+
     def _sampling_rows(self, batch: ScheduledBatch) -> list[SamplingRow]:
         rows = []
         for chunk in batch.chunks:

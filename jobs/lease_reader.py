@@ -54,14 +54,14 @@ class LeaseReader:
         self._num_started = self._num_rendered = 0
 
     def begin(self, renderer: Renderer, look_ahead: int) -> None:
-        """See to it that the next ``look_ahead`` rows are rendered; of a solo lease it is one.
+        """See to it that the next ``look_ahead`` rows are rendered; of suspects it is one.
 
         They are suspects from here on: if one kills this process, its name has to be on the list.
         """
         num_rows = len(self._numbers)
         if self._next is not None or self._num_rendered == num_rows:
             return
-        stop = min(self._num_rendered + (1 if self._lease.is_solo else look_ahead), num_rows)
+        stop = min(self._num_rendered + (1 if self._lease.is_of_suspects else look_ahead), num_rows)
         if stop > self._num_started:
             self._journal.start(self._numbers[self._num_started : stop])
             self._num_started = stop
@@ -78,7 +78,7 @@ class LeaseReader:
             self._num_rendered += len(self._ahead)
             self._next = None
         found = self._ahead.popleft()
-        if not self._lease.is_solo:
+        if not self._lease.is_of_suspects:
             self.begin(renderer, look_ahead)
         return found
 

@@ -142,6 +142,8 @@ class RankWorker:
 
     def turn(self) -> bool:
         """One turn of the loop; whether there was work. What goes wrong in it ends the rank."""
+        if self._is_over:
+            return False
         self._num_turns += 1
         try:
             return self._turn()
@@ -168,6 +170,7 @@ class RankWorker:
         self._journal()
         has_work = self._serving.engine.has_unfinished()
         if has_work:
+            self._note_tokens(self._serving.engine)
             for output in self._serving.engine.step():
                 self._take(self._serving, output)
             self._stats = self._serving.engine.stats()  # the engine is this loop's alone: others read this
@@ -202,11 +205,15 @@ class RankWorker:
         while len(self._in_flight) < serving.capacity + few and (
             num_waiting < few or num_tokens < serving.max_num_batched_tokens
         ):
-            run = next((run for run in self._leases if not run.is_read), None)
-            if run is None or (run.lease.is_solo and self._in_flight):
+            left = [run for run in self._leases if not run.is_read]
+            run = next((run for run in left if run.lease.is_of_suspects), left[0] if left else None)
+            if run is None:
                 break
+            if (run.lease.is_of_suspects and num_waiting) or not self._may_begin(serving, run):
+                break  # nothing passes a suspect by: it would have to wait for the more
             # While nothing runs, nothing is held up, and a step that is not full costs more than the wait.
-            added = self._try_add_row(serving, run, may_wait=stats.num_running == 0)
+            may_wait = stats.num_running == 0 or run.lease.is_of_suspects
+            added = self._try_add_row(serving, run, may_wait=may_wait)
             if added is None:
                 break
             num_waiting += added > 0
@@ -214,9 +221,42 @@ class RankWorker:
         self._render_ahead(serving)
         del self._prompt_lengths[: -(serving.capacity + few)]
 
+    def _may_begin(self, serving: Serving, run: _LeaseRun) -> bool:
+        """Whether the next row of ``run`` may start beside those in flight, of which some may be suspects.
+
+        A suspect is due in a step in which it is as far as it was at a death. No two should be due in one,
+        and no row should start in it: most rows that kill do so at once. Then a death names who did it.
+        """
+        if not any(one.lease.is_of_suspects for one in self._leases):
+            return True
+        num_tokens = serving.engine.num_generated_tokens()
+        due = {
+            at_death - num_tokens[request_id]
+            for request_id, (other, row, _) in self._in_flight.items()
+            for at_death in other.lease.tokens_at_deaths.get(row, ())
+            if at_death >= num_tokens[request_id]
+        }
+        if not run.lease.is_of_suspects:
+            return not due or (0 not in due and len(self._in_flight) < serving.capacity)
+        if len(self._in_flight) >= (1 if run.lease.is_solo else serving.capacity):
+            return False
+        own = run.lease.tokens_at_deaths[run.lease.rows[run.num_read]]
+        # How long a row has no token yet is not known beforehand: then no other is to be due.
+        return not due if 0 in own else 0 not in due and own.isdisjoint(due)
+
+    def _note_tokens(self, engine: Engine) -> None:
+        """Write down how far each row is that the next step may end the rank with."""
+        num_tokens = engine.num_generated_tokens()
+        of_runs: dict[int, dict[int, int]] = {}
+        for request_id, (run, row, _) in self._in_flight.items():
+            of_runs.setdefault(run.lease.lease_id, {})[row] = num_tokens[request_id]
+        for run in self._leases:
+            if run.lease.lease_id in of_runs:
+                run.journal.note_tokens(of_runs[run.lease.lease_id])
+
     def _render_ahead(self, serving: Serving) -> None:
         """Have the next lease's first rows ready when this one's last are taken."""
-        waiting = [run for run in self._leases if not run.is_read and not run.lease.is_solo]
+        waiting = [run for run in self._leases if not run.is_read and not run.lease.is_of_suspects]
         for run in waiting[:2]:
             run.rows.begin(serving.renderer, _look_ahead(serving))
 

@@ -1,4 +1,4 @@
-"""Which rows were in flight on ranks that died, kept across runs.
+"""Which rows were in flight on ranks that died, and how far each was, kept across runs.
 
 Owns the file of that; it must not know what a death means for a row.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from pipelines.manifest import OutputFolder
 from pipelines.plan import Plan
@@ -21,19 +21,20 @@ class DeathLog:
         self._path = self._folder / f"{run:06d}.jsonl"
         self._fingerprint = plan.fingerprint
 
-    def add(self, shard_index: int, rows: Sequence[int]) -> None:
-        """Note one death, durably."""
-        if not rows:
+    def add(self, shard_index: int, num_tokens: Mapping[int, int | None]) -> None:
+        """Note one death, durably: the rows that were there, and how many tokens each had."""
+        if not num_tokens:
             return
-        record = {"fingerprint": self._fingerprint, "shard": shard_index, "rows": list(rows)}
+        rows, counts = list(num_tokens), list(num_tokens.values())
+        record = {"fingerprint": self._fingerprint, "shard": shard_index, "rows": rows, "tokens": counts}
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(f"\n{json.dumps(record)}\n")  # a line of its own, whatever a kill left before it
             file.flush()
             os.fsync(file.fileno())
 
-    def read(self) -> dict[tuple[int, int], int]:
-        """At how many deaths each (shard, row) was there; a line that a kill cut short counts for nothing."""
-        counts: dict[tuple[int, int], int] = {}
+    def read(self) -> dict[tuple[int, int], list[int | None]]:
+        """How many tokens each (shard, row) had at each death; a line that a kill cut short says nothing."""
+        found: dict[tuple[int, int], list[int | None]] = {}
         texts = [path.read_text(encoding="utf-8") for path in sorted(self._folder.glob("*.jsonl"))]
         for line in "\n".join(texts).splitlines():
             try:
@@ -41,6 +42,6 @@ class DeathLog:
             except ValueError:
                 continue
             if record["fingerprint"] == self._fingerprint:
-                for row in record["rows"]:
-                    counts[record["shard"], row] = counts.get((record["shard"], row), 0) + 1
-        return counts
+                for row, num_tokens in zip(record["rows"], record["tokens"], strict=True):
+                    found.setdefault((record["shard"], row), []).append(num_tokens)
+        return found

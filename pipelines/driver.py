@@ -12,7 +12,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from pipelines.report import RunRecord, read_status
 from pipelines.report_page import write_reports
 from pipelines.row_costs import RowCosts, estimate_costs
 from pipelines.schema import FinishedRow
-from pipelines.sink import JournalWriter, read_journal_state, read_shard_state
+from pipelines.sink import JournalWriter, read_journal_state, read_lease_state, read_shard_state
 from pipelines.source import RowReader
 
 logger = logging.getLogger(__name__)
@@ -37,9 +37,13 @@ logger = logging.getLogger(__name__)
 MAX_BARREN_DEATHS = 3
 """A slot whose rank died so often in a row without finishing a row is given up."""
 
-MAX_DEATHS_APART = 10
-"""The same of ranks that ran suspects, where a row may be to blame."""
+MAX_DEATHS_OF_SUSPECTS = 8
+"""The same of ranks that were given suspects, where a row may be to blame."""
 
+_CRASH = (
+    "ranks died again and again with this row in flight, at last where one had died with it before, or with "
+    "no other beside it"
+)
 _WAIT_S = 0.25
 _STOP_PATIENCE_S = 1.0
 _PLACE_PATIENCE_S = 10.0
@@ -147,7 +151,7 @@ class _Slot:
     is_given_up: bool = False
     has_finished_rows: bool = False
     num_barren_deaths: int = 0
-    num_deaths_apart: int = 0
+    num_deaths_of_suspects: int = 0
     num_turns: int = -1
     moved_at: float = 0.0
     lost_at: float = -math.inf
@@ -351,7 +355,7 @@ class Driver:
         for lease in report.leases:
             self._ledger.record(lease)
             if lease.num_ok + lease.num_error:
-                state.has_finished_rows, state.num_barren_deaths, state.num_deaths_apart = True, 0, 0
+                state.has_finished_rows, state.num_barren_deaths, state.num_deaths_of_suspects = True, 0, 0
         if report.capacity:
             num_tokens = (report.num_prompt_tokens, report.num_completion_tokens, report.num_cached_tokens)
             num_rows = self._ledger.num_outstanding(slot)
@@ -439,40 +443,44 @@ class Driver:
         state.lost_at = time.monotonic()
         self._watch.lose_rank(slot, node=state.node, reason=reason)
         self._watch.save()  # before its rows are marked by it
-        journals = [self._folder.journal_file(one.shard_index, self._run, one.lease_id) for one in leases]
-        found = [read_journal_state(self._plan, path) for path in journals]
-        num_lost = sum(len(one.suspects) for one in found)
-        self._watch.note_rows_lost(slot, num_lost)
-        for lease, journaled in zip(leases, found, strict=True):
-            self._deaths.add(lease.shard_index, [row for row in lease.rows if row in journaled.suspects])
-            guilty = self._ledger.lose(lease.lease_id, journaled, is_alone=num_lost == 1)
-            is_barren &= not journaled.finished
-            if guilty:
-                self._quarantine(lease, guilty)
+        found = {
+            one.lease_id: read_lease_state(
+                self._plan, self._folder.journal_file(one.shard_index, self._run, one.lease_id)
+            )
+            for one in leases
+        }
+        is_barren &= not any(one.finished for one in found.values())
+        self._watch.note_rows_lost(slot, sum(len(one.suspects) for one in found.values()))
+        guilty = self._ledger.lose_rank(slot, found)
+        if guilty is None:
+            for lease in leases:
+                self._deaths.add(lease.shard_index, found[lease.lease_id].tokens_of_suspects)
+        else:
+            self._quarantine(*guilty)
         self._to_publish += sorted(state.publishing) + self._ledger.take_complete()
         state.publishing.clear()
         if not is_barren:
-            state.num_barren_deaths = state.num_deaths_apart = 0
-        elif any(lease.is_apart for lease in leases):
-            state.num_deaths_apart += 1
+            state.num_barren_deaths = state.num_deaths_of_suspects = 0
+        elif any(lease.is_of_suspects for lease in leases):
+            state.num_deaths_of_suspects += 1
         else:
             state.num_barren_deaths += 1
-        if state.num_barren_deaths >= MAX_BARREN_DEATHS or state.num_deaths_apart >= MAX_DEATHS_APART:
+        if (
+            state.num_barren_deaths >= MAX_BARREN_DEATHS
+            or state.num_deaths_of_suspects >= MAX_DEATHS_OF_SUSPECTS
+        ):
             logger.error("rank %d died again and again without finishing a row: given up", slot)
             state.is_given_up = True
             if all(other.is_given_up for other in self._slots):
                 raise JobFailed(f"no rank is left; the last one died of: {reason}")
 
-    def _quarantine(self, lease: Lease, rows: Sequence[int]) -> None:
+    def _quarantine(self, lease: Lease, row: int) -> None:
         shard = self._plan.shards[lease.shard_index]
         lease_id = self._ledger.take_lease_id()
         with JournalWriter(self._folder, self._plan, shard.index, self._run, lease_id) as journal:
-            journal.finish([_crash_row(row) for row in rows])
-        for row in rows:
-            logger.error(
-                "row %s was in flight, at last alone, when ranks died: quarantined", shard.row_id(row)
-            )
-        self._ledger.quarantine(lease.lease_id, shard.index, len(rows))
+            journal.finish([FinishedRow(row=row, error="engine_crash", error_message=_CRASH)])
+        logger.error("row %s killed a rank, and not for the first time: quarantined", shard.row_id(row))
+        self._ledger.quarantine(lease)
 
     def _check_slots(self) -> None:
         """End ranks whose loop stands still: a hang looks like life to everything but its own counter."""
@@ -502,8 +510,3 @@ class Driver:
             num_in_flight=ledger.num_in_flight,
             num_unleased=ledger.num_unleased,
         )
-
-
-def _crash_row(row: int) -> FinishedRow:
-    message = "the engine died again and again while this row was in flight, at last with no other beside it"
-    return FinishedRow(row=row, error="engine_crash", error_message=message)

@@ -36,13 +36,18 @@ def choose_leases(
     """
     capacity = capacities[slot]
     outstanding = ledger.num_outstanding(slot)
-    if _is_for_suspects(ledger, slot, capacities, starting):
-        # Suspects run with nothing else, so the rank takes no other row until it is empty.
-        slots = {*capacities, *starting}
-        return ledger.try_lease_suspects(slot, slots, capacity) if outstanding == 0 else ()
-    if any(lease.is_apart for lease in ledger.leases_of(slot)):
+    slots = {*capacities, *starting}
+    if _is_for_solo_suspects(ledger, slot, slots, starting):
+        # They run with nothing else, so the rank takes no other row until it is empty.
+        return ledger.try_lease_suspects(slot, slots, capacity, is_solo=True) if outstanding == 0 else ()
+    held = ledger.leases_of(slot)
+    if any(lease.is_solo for lease in held):
         return ()
     leases: list[Lease] = []
+    if outstanding <= _low(capacity) and not any(lease.is_of_suspects for lease in held):
+        # Other rows run beside these, and a rank has one group of them at a time: they should part.
+        leases += ledger.try_lease_suspects(slot, slots, capacity)
+        outstanding += sum(lease.num_rows for lease in leases)
     own = {other: ledger.num_outstanding_tokens(other) for other in capacities}
     num_left = ledger.num_unleased_tokens + sum(own.values())
     weight = 1.0 if weights is None else weights[slot]
@@ -114,15 +119,11 @@ def _emptiest(ledger: Ledger, own: Mapping[int, int], capacities: Mapping[int, i
     return min(able, key=lambda slot: (own[slot], slot), default=None)
 
 
-def _is_for_suspects(
-    ledger: Ledger, slot: int, capacities: Mapping[int, int], starting: Collection[int]
+def _is_for_solo_suspects(
+    ledger: Ledger, slot: int, slots: Collection[int], starting: Collection[int]
 ) -> bool:
-    """Whether this rank is to empty itself for suspects: the emptiest is, and the others go on.
-
-    That is the one which is started in a dead one's place, as a rule: nobody has to empty itself then.
-    """
-    slots = {*capacities, *starting}
-    able = [other for other in slots if ledger.has_suspects(other, slots)]
+    """Whether this rank is to empty itself for suspects that run alone: the emptiest is, the others go on."""
+    able = [other for other in slots if ledger.has_solo_suspects(other, slots)]
     return slot in able and slot == min(
         able, key=lambda other: (ledger.num_outstanding(other), other in starting, other)
     )

@@ -3,8 +3,8 @@
 Owns the state of every row between the plan and its part, in memory and for open shards only; it must
 not know files, processes or time.
 
-A row that was in flight on a rank that died is a suspect: it runs apart from all others from then on
-(``pipelines.suspects``). One that dies with nothing beside it, and not for the first time, is quarantined.
+A row that was in flight on a rank that died is a suspect: it is tried again in a lease of suspects, and
+quarantined when another death is its doing (``pipelines.suspects``).
 
 Rows are leased in the order of what they cost, as far as the ledger was told: those that would hold up
 the end first, then shard by shard, in each the longest first.
@@ -28,14 +28,20 @@ from pipelines.suspects import Suspects
 class Lease:
     """Rows of one shard, as half-open ranges, for one rank.
 
-    ``is_apart``: suspects, beside which the rank runs nothing else. ``is_solo``: one of them at a time.
+    ``tokens_at_deaths``: of suspects, how many tokens each had when ranks died. ``is_solo``: suspects of
+    which one runs at a time, with nothing beside it.
     """
 
     lease_id: int
     shard_index: int
     ranges: tuple[tuple[int, int], ...]
-    is_apart: bool = False
+    tokens_at_deaths: Mapping[int, frozenset[int]] = field(default_factory=dict)
     is_solo: bool = False
+
+    @property
+    def is_of_suspects(self) -> bool:
+        """Whether its rows were in flight when a rank died."""
+        return bool(self.tokens_at_deaths)
 
     @property
     def num_rows(self) -> int:
@@ -86,14 +92,14 @@ class _HeldLease:
 class Ledger:
     """Rows of the unpublished shards. ``resumed`` holds what journals of earlier runs already answer.
 
-    ``deaths`` says at how many deaths of ranks (shard, row) was there in earlier runs.
+    ``deaths``: how many tokens (shard, row) had at each death of a rank in earlier runs.
     """
 
     def __init__(
         self,
         shards: Sequence[Shard],
         resumed: Mapping[int, JournalState],
-        deaths: Mapping[tuple[int, int], int] | None = None,
+        deaths: Mapping[tuple[int, int], Sequence[int | None]] | None = None,
     ) -> None:
         self._unopened = deque(shard for shard in shards if shard.index not in resumed)
         self._open: dict[int, _OpenShard] = {}
@@ -241,20 +247,24 @@ class Ledger:
         opened.early.difference_update(rows)
         return self._hold(opened, slot, sorted(rows))
 
-    def has_suspects(self, slot: int, slots: Collection[int]) -> bool:
-        """Whether a suspect waits that the rank of ``slot`` may try. ``slots`` are all that live."""
-        return bool(self._suspects.next_group(slot, slots, 1)[0])
+    def has_solo_suspects(self, slot: int, slots: Collection[int]) -> bool:
+        """Whether a suspect that runs alone waits for the rank of ``slot``. ``slots`` are all that live."""
+        return bool(self._suspects.next_group(slot, slots, 1, is_solo=True))
 
-    def try_lease_suspects(self, slot: int, slots: Collection[int], capacity: int) -> tuple[Lease, ...]:
-        """Lease suspects that go together, a lease a shard, to a rank that holds nothing."""
-        places, is_solo = self._suspects.next_group(slot, slots, capacity)
+    def try_lease_suspects(
+        self, slot: int, slots: Collection[int], capacity: int, *, is_solo: bool = False
+    ) -> tuple[Lease, ...]:
+        """Lease suspects that go together, to a rank that holds no other; if solo ones, nothing at all."""
+        places = self._suspects.next_group(slot, slots, capacity, is_solo=is_solo)
         self._suspects.take(places)
-        rows: dict[int, list[int]] = {}
+        together: dict[tuple[int, bool], dict[int, frozenset[int]]] = {}
         for index, row in places:
-            rows.setdefault(index, []).append(row)
+            tokens = self._suspects.tokens_at_deaths((index, row))
+            together.setdefault((index, 0 not in tokens), {})[row] = tokens
+        # Those that a rank died with before they had a token come first: they start while no other is due.
         return tuple(
-            self._hold(self._open[index], slot, own, is_apart=True, is_solo=is_solo)
-            for index, own in rows.items()
+            self._hold(self._open[index], slot, list(own), tokens_at_deaths=own, is_solo=is_solo)
+            for (index, _), own in sorted(together.items(), key=lambda item: item[0][1])
         )
 
     def record(self, report: LeaseReport) -> None:
@@ -279,46 +289,58 @@ class Ledger:
         num_read = max(held.num_read, num_ok + num_error)
         self.record(LeaseReport(lease_id=lease_id, num_read=num_read, num_ok=num_ok, num_error=num_error))
 
-    def lose(self, lease_id: int, state: JournalState, *, is_alone: bool = False) -> list[int]:
-        """The lease's rank died, leaving a journal that says ``state``.
+    def lose_rank(self, slot: int, states: Mapping[int, JournalState]) -> tuple[Lease, int] | None:
+        """The rank of ``slot`` died, leaving journals that say ``states``, one for each lease that it held.
 
-        Finished rows stay finished, untouched ones can be leased again, started ones become suspects.
-        ``is_alone``: one row was in flight on that rank, and no other. Returns that row if it was there at
-        another death before: the caller journals an error row for it and calls ``quarantine``.
+        Finished rows stay finished, untouched ones can be leased again. If the death is the doing of one
+        row, its lease and it are returned: the caller journals an error row for it and calls
+        ``quarantine``. Otherwise started rows become suspects.
         """
-        held = self._held.pop(lease_id)
-        opened = self._open[held.lease.shard_index]
+        lost = [held for held in self._held.values() if held.slot == slot]
+        in_flight = {
+            (held.lease.shard_index, row): num_tokens
+            for held in lost
+            for row, num_tokens in states[held.lease.lease_id].tokens_of_suspects.items()
+        }
+        culprit = self._suspects.find_culprit(in_flight)
+        if culprit is None:
+            self._suspects.note_death(in_flight, slot)
+        found: tuple[Lease, int] | None = None
+        for held in lost:
+            guilty = None
+            if culprit is not None and culprit[0] == held.lease.shard_index and culprit[1] in held.lease.rows:
+                guilty = culprit[1]
+                found = held.lease, guilty
+            self._give_back(held, states[held.lease.lease_id], guilty)
+        return found
+
+    def _give_back(self, held: _HeldLease, state: JournalState, guilty: int | None) -> None:
+        lease = held.lease
+        del self._held[lease.lease_id]
+        opened = self._open[lease.shard_index]
         index = opened.shard.index
         ok = sum(state.finished.values())
         error = len(state.finished) - ok
         self._count(opened, ok - held.num_ok, error - held.num_error)
         self.num_read += ok + error - held.num_read
-        left = [row for row in held.lease.rows if row not in state.finished]
-        guilty = []
-        for row in left:
-            if row in state.started:
-                num_deaths = self._suspects.note_death((index, row), held.slot)
-                guilty += [row] if is_alone and num_deaths > 1 else []
-        again = [row for row in left if row not in guilty]
+        again = [row for row in lease.rows if row not in state.finished and row != guilty]
         self._suspects.put((index, row) for row in again if (index, row) in self._suspects)
         opened.ranges.extend((row, row + 1) for row in again if (index, row) not in self._suspects)
         self.num_unleased += len(again)
         self._num_unleased_tokens += self._cost(index, again)
         self._put_in_order(opened)
-        # Guilty rows hold their shard open until they are journaled.
-        opened.leases.discard(lease_id)
-        if guilty:
-            opened.leases.add(-lease_id)
-        else:
+        opened.leases.discard(lease.lease_id)
+        if guilty is None:
             self._notice_complete(opened)
-        return guilty
+        else:
+            opened.leases.add(-lease.lease_id)  # it holds its shard open until it is journaled
 
-    def quarantine(self, lease_id: int, shard_index: int, num_rows: int) -> None:
-        """The rows that ``lose`` returned for a lease are error rows in a journal now."""
-        opened = self._open[shard_index]
-        opened.leases.discard(-lease_id)
-        self.num_read += num_rows
-        self._count(opened, 0, num_rows)
+    def quarantine(self, lease: Lease) -> None:
+        """The row that ``lose_rank`` returned with a lease is an error row in a journal now."""
+        opened = self._open[lease.shard_index]
+        opened.leases.discard(-lease.lease_id)
+        self.num_read += 1
+        self._count(opened, 0, 1)
         self._notice_complete(opened)
 
     def take_complete(self) -> list[int]:
@@ -379,7 +401,7 @@ class Ledger:
         slot: int,
         rows: Sequence[int],
         *,
-        is_apart: bool = False,
+        tokens_at_deaths: Mapping[int, frozenset[int]] | None = None,
         is_solo: bool = False,
     ) -> Lease:
         # A file is read forwards: in a lease, order costs a reader more than it can win an engine.
@@ -389,7 +411,7 @@ class Ledger:
             lease_id=self.take_lease_id(),
             shard_index=index,
             ranges=ranges,
-            is_apart=is_apart,
+            tokens_at_deaths=tokens_at_deaths or {},
             is_solo=is_solo,
         )
         opened.leases.add(lease.lease_id)

@@ -4,7 +4,8 @@ Owns the journal's format and the publishing of a shard's one part; it must not 
 rows, or why.
 
 A journal is a run of records, each ``length, crc32, kind, payload``. One writer appends; a record that
-was cut short by a kill ends the journal for every reader.
+was cut short by a kill ends the journal for every reader. Beside it lies one record that is overwritten
+before every step: how many tokens each row in flight has.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +34,7 @@ from pipelines.source import RowReader, Shard
 
 _BATCH_ROWS = 1024
 _FRAME = struct.Struct("<IIc")
-_HEADER, _STARTED, _FINISHED = b"H", b"S", b"F"
+_HEADER, _STARTED, _FINISHED, _TOKENS = b"H", b"S", b"F", b"T"
 
 
 class JournalWriter:
@@ -44,6 +45,8 @@ class JournalWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o644)
         self._contract = plan.contract
+        self._tokens_path = _tokens_file(path)
+        self._tokens_descriptor = os.open(self._tokens_path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         # Rows are appended by one thread and synced by others.
         self._sync_lock = threading.Lock()
         self._is_dirty = False
@@ -60,6 +63,12 @@ class JournalWriter:
         """Append answers. They survive the death of the process now, of the machine after ``sync``."""
         self._append(_FINISHED, self._contract.to_batch(rows).serialize())
 
+    def note_tokens(self, num_tokens: Mapping[int, int]) -> None:
+        """How many tokens each row has that the engine holds, before a step that may end the process."""
+        pairs = [number for pair in num_tokens.items() for number in pair]
+        record = _framed(_TOKENS, struct.pack(f"<{len(pairs)}i", *pairs))
+        os.pwrite(self._tokens_descriptor, record, 0)
+
     def sync(self) -> None:
         """See what was appended to the disk, if anything was."""
         with self._sync_lock:
@@ -74,6 +83,8 @@ class JournalWriter:
             if not self._is_closed:
                 self._is_closed = True
                 os.close(self._descriptor)
+                os.close(self._tokens_descriptor)
+                self._tokens_path.unlink(missing_ok=True)
 
     def __enter__(self) -> JournalWriter:
         return self
@@ -87,25 +98,42 @@ class JournalWriter:
         self.close()
 
     def _append(self, kind: bytes, payload: bytes | pa.Buffer) -> None:
-        content = memoryview(payload)
-        frame = _FRAME.pack(len(content), zlib.crc32(content, zlib.crc32(kind)), kind)
-        record = memoryview(frame + content)
+        record = memoryview(_framed(kind, payload))
         while record:
             record = record[os.write(self._descriptor, record) :]
         self._is_dirty = True
 
 
+def _framed(kind: bytes, payload: bytes | pa.Buffer) -> bytes:
+    content = memoryview(payload)
+    return _FRAME.pack(len(content), zlib.crc32(content, zlib.crc32(kind)), kind) + content
+
+
+def _tokens_file(journal: Path) -> Path:
+    return journal.with_suffix(".tokens")
+
+
 @dataclass(slots=True)
 class JournalState:
-    """Which rows of a shard were started and which are finished (and whether each is an answer)."""
+    """Which rows of a shard were started and which are finished (and whether each is an answer).
+
+    ``num_tokens``: how many tokens rows in flight had when the last step began; None: nobody knows.
+    """
 
     started: set[int] = field(default_factory=set)
     finished: dict[int, bool] = field(default_factory=dict)
+    num_tokens: dict[int, int] | None = None
 
     @property
     def suspects(self) -> set[int]:
         """Rows that were in flight when the journal ended."""
         return self.started - self.finished.keys()
+
+    @property
+    def tokens_of_suspects(self) -> dict[int, int | None]:
+        """How many tokens each of those had; -1: it was being read and rendered, and no step's business."""
+        known = self.num_tokens
+        return {row: None if known is None else known.get(row, -1) for row in sorted(self.suspects)}
 
 
 def read_journal_state(plan: Plan, path: Path, into: JournalState | None = None) -> JournalState:
@@ -119,6 +147,23 @@ def read_journal_state(plan: Plan, path: Path, into: JournalState | None = None)
             outcomes = pc.equal(batch.column("status"), pa.scalar(STATUS_OK, STRING)).to_pylist()
             for row, is_ok in zip(batch.column(ROW).to_pylist(), outcomes, strict=True):
                 state.finished.setdefault(row, is_ok)
+    return state
+
+
+def read_lease_state(plan: Plan, path: Path) -> JournalState:
+    """What the journal of a lease says whose rank died, and how far its rows were then."""
+    state = read_journal_state(plan, path)
+    try:
+        record = _tokens_file(path).read_bytes()
+    except FileNotFoundError:
+        return state
+    if not record:  # the rank died before its first step
+        state.num_tokens = {}
+    elif len(record) >= _FRAME.size:
+        length, checksum, kind = _FRAME.unpack_from(record)
+        payload = record[_FRAME.size : _FRAME.size + length]  # behind it: what a longer record left
+        if len(payload) == length and zlib.crc32(payload, zlib.crc32(kind)) == checksum:
+            state.num_tokens = dict(struct.iter_unpack("<ii", payload))
     return state
 
 

@@ -1,17 +1,28 @@
-"""Rows that were in flight when a rank died, and how they are tried again: apart from all others.
+"""Rows that were in flight when a rank died: who is to blame, and how the others are tried again.
 
-Owns at how many deaths each row was there, who saw them, and which go together. It must not know shards
-but by number, nor leases, files or time.
+Owns at which deaths each row was there, how far it was, who saw it, and which go together. It must not know
+shards but by number, nor leases, files or time.
 
-Most deaths have nothing to do with a row, so a first death's rows are tried again together, as many as a
-rank runs at once. Those of a second death go in small groups, those of a third one by one: then a death
-has one culprit. Whatever happens costs no row that was never there.
+A row's tokens depend on that row alone, so one that kills its rank kills the next one at the same token.
+What is noted of a death is therefore how many tokens each row in flight had. All of them are tried again at
+once, beside other rows, but begun so that no two are that far again in the same step (``jobs.worker``). If a
+rank dies again, the row that is where it was at an earlier death killed both and is quarantined. No other is:
+that death says nothing of them. A death that no such row explains had another cause, or a row did it for the
+first time: it is noted like the first. Most deaths are nobody's fault, and their rows just finish.
+
+The wrong row is blamed only if something else, another such row or a lost machine, ends a rank in the very
+step in which a suspect is where it was once: two causes that know nothing of each other, at once. So that a
+broken device is not taken for a row, suspects go to a slot that they have not seen die, if there is one.
+
+A row may also kill at another token each time, like one that a machine runs out of memory with. So those of a
+second death that nothing explains go on in small groups, those of a third one by one with nothing else in
+flight: who is alone at another death is to blame.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 Place = tuple[int, int]
 """A shard's number and a row in it."""
@@ -21,23 +32,39 @@ _DEATHS_TO_BE_ALONE = 3
 
 
 class Suspects:
-    """``deaths`` says at how many deaths of ranks a row was there in earlier runs."""
+    """``deaths``: how many tokens a row had at each death of a rank in earlier runs; None: nobody knows."""
 
-    def __init__(self, deaths: Mapping[Place, int] | None = None) -> None:
-        self._num_deaths: dict[Place, int] = dict(deaths or {})
+    def __init__(self, deaths: Mapping[Place, Sequence[int | None]] | None = None) -> None:
+        self._deaths: dict[Place, list[int | None]] = {place: list(d) for place, d in (deaths or {}).items()}
         # Which slots saw it; those of earlier runs were other processes.
         self._slots: dict[Place, set[int]] = {}
         self._waiting: dict[Place, None] = {}
 
     def __contains__(self, place: Place) -> bool:
         """Whether the row was there at any death."""
-        return place in self._num_deaths
+        return place in self._deaths
 
-    def note_death(self, place: Place, slot: int) -> int:
-        """The row was in flight when the rank of ``slot`` died; at how many deaths it was there now."""
-        self._slots.setdefault(place, set()).add(slot)
-        self._num_deaths[place] = self._num_deaths.get(place, 0) + 1
-        return self._num_deaths[place]
+    def tokens_at_deaths(self, place: Place) -> frozenset[int]:
+        """How many tokens the row had when ranks died, as far as is known."""
+        return frozenset(tokens for tokens in self._deaths[place] if tokens is not None)
+
+    def find_culprit(self, in_flight: Mapping[Place, int | None]) -> Place | None:
+        """A rank died with these rows, which had so many tokens: which of them did it, if one must have."""
+        again = [
+            place
+            for place, tokens in in_flight.items()
+            if tokens is not None and tokens in self._deaths.get(place, ())
+        ]
+        if len(again) != 1:
+            again = [place for place in in_flight if place in self]
+            return again[0] if len(in_flight) == len(again) == 1 else None
+        return again[0]
+
+    def note_death(self, in_flight: Mapping[Place, int | None], slot: int) -> None:
+        """The rank of ``slot`` died with these rows, and none of them must have done it."""
+        for place, tokens in in_flight.items():
+            self._slots.setdefault(place, set()).add(slot)
+            self._deaths.setdefault(place, []).append(tokens)
 
     def put(self, places: Iterable[Place]) -> None:
         """Rows that wait to be tried again."""
@@ -47,17 +74,22 @@ class Suspects:
         """The rows of a shard that wait."""
         return [row for index, row in self._waiting if index == shard_index]
 
-    def next_group(self, slot: int, slots: Collection[int], capacity: int) -> tuple[tuple[Place, ...], bool]:
-        """Rows for the rank of ``slot``, which runs ``capacity`` at once, and whether one at a time.
+    def next_group(
+        self, slot: int, slots: Collection[int], capacity: int, *, is_solo: bool
+    ) -> tuple[Place, ...]:
+        """Rows for the rank of ``slot``, which runs ``capacity`` at once: those that run alone, or others.
 
-        Those that were there at most deaths come first, being the slowest. A row that saw two is
-        tried on a slot that it has not seen die, if there is one of ``slots``: it may be the slot's fault.
+        Those that were there at most deaths come first, being the slowest. ``slots`` are all that live.
         """
-        able = [place for place in self._waiting if self._may_try(place, slot, slots)]
-        most = max((self._num_deaths[place] for place in able), default=0)
+        able = [
+            place
+            for place in self._waiting
+            if (len(self._deaths[place]) >= _DEATHS_TO_BE_ALONE) is is_solo
+            and self._may_try(place, slot, slots)
+        ]
+        most = max((len(self._deaths[place]) for place in able), default=0)
         size = capacity if most < _DEATHS_TO_SPLIT else math.isqrt(capacity - 1) + 1
-        group = [place for place in able if self._num_deaths[place] == most][:size]
-        return tuple(group), most >= _DEATHS_TO_BE_ALONE
+        return tuple([place for place in able if len(self._deaths[place]) == most][:size])
 
     def take(self, places: Iterable[Place]) -> None:
         """The rows of a group are being tried now."""
@@ -66,12 +98,10 @@ class Suspects:
 
     def forget(self, shard_index: int) -> None:
         """The shard is published."""
-        for place in [place for place in self._num_deaths if place[0] == shard_index]:
-            del self._num_deaths[place]
+        for place in [place for place in self._deaths if place[0] == shard_index]:
+            del self._deaths[place]
             self._slots.pop(place, None)
 
     def _may_try(self, place: Place, slot: int, slots: Collection[int]) -> bool:
-        if self._num_deaths[place] < _DEATHS_TO_SPLIT:
-            return True
         seen = self._slots.get(place, set())
         return slot not in seen or not set(slots) - {slot} - seen

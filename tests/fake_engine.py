@@ -27,7 +27,7 @@ from engine import (
 )
 
 POISON_ID = 113
-"""A prompt with this id kills whatever process runs it."""
+"""A prompt with this id kills whatever process runs it, once it has as many tokens as ids behind this one."""
 
 REFUSED_ID = 114
 """A prompt with this id is rejected by ``add_request``."""
@@ -81,7 +81,8 @@ class FakeEngine:
             time.sleep(self._step_s)
         outputs = []
         for request_id, (request, num_tokens) in list(self._running.items()):
-            if POISON_ID in request.prompt_token_ids:
+            ids = list(request.prompt_token_ids)
+            if POISON_ID in ids and num_tokens == len(ids) - 1 - ids.index(POISON_ID):
                 self._die()
             longest = max(
                 len(expected_token_ids(list(request.prompt_token_ids), s)) for s in range(request.sampling.n)
@@ -154,6 +155,10 @@ class FakeEngine:
         self._config = replace(
             self._config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
+
+    def num_generated_tokens(self) -> dict[str, int]:
+        running = {request_id: num_tokens for request_id, (_, num_tokens) in self._running.items()}
+        return {request.request_id: 0 for request in self._waiting} | running
 
     def stats(self) -> EngineStats:
         running = self._running.values()

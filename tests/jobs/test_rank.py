@@ -7,17 +7,18 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine import ConfigError, EngineConfig, EngineDead, Request, SamplingParams
+from engine import ConfigError, EngineConfig, EngineDead, Request, RequestOutput, SamplingParams
 from jobs.worker import RankWorker, Serving
 from pipelines.driver import Orders, RankReport
 from pipelines.ledger import Lease
 from pipelines.manifest import OutputFolder, write_plan
 from pipelines.plan import Plan
-from pipelines.sink import read_journal_state
-from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine
+from pipelines.sink import read_journal_state, read_lease_state
+from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine, expected_token_ids
 from tests.small_jobs import (
     InlineExecutor,
     TokenRenderer,
@@ -67,8 +68,12 @@ class Rank:
             pass
 
 
-def lease(lease_id: int, *ranges: tuple[int, int], is_solo: bool = False) -> Lease:
-    return Lease(lease_id=lease_id, shard_index=0, ranges=ranges, is_solo=is_solo)
+def lease(lease_id: int, *ranges: tuple[int, int], **options: Any) -> Lease:
+    return Lease(lease_id=lease_id, shard_index=0, ranges=ranges, **options)
+
+
+def deaths(num_rows: int, num_tokens: int = 0) -> dict[int, frozenset[int]]:
+    return dict.fromkeys(range(num_rows), frozenset([num_tokens]))
 
 
 def test_the_engine_is_built_when_it_is_needed_and_once(tmp_path: Path) -> None:
@@ -108,7 +113,7 @@ def test_refused_rows_are_error_rows(tmp_path: Path) -> None:
 
 def test_a_solo_lease_has_one_row_in_flight(tmp_path: Path) -> None:
     rank = Rank(tmp_path, random_prompts(random.Random(2), 6))
-    rank.exchange(prepare=True, leases=(lease(1, (0, 6), is_solo=True),))
+    rank.exchange(prepare=True, leases=(lease(1, (0, 6), tokens_at_deaths=deaths(6), is_solo=True),))
     rank.turn_until_idle()
     assert rank.exchange().leases[0].is_done
     assert set(rank.engine.num_running_at_steps) == {1}
@@ -146,10 +151,70 @@ def test_rows_are_told_where_they_part_from_their_neighbours(
     assert added == [(f"in.parquet#{row}", end) for row, end in zip([0, 1, 3, 4, 5, 6, 7], ends, strict=True)]
 
 
-def test_a_look_ahead_is_bounded_and_never_makes_suspects_of_solo_rows(tmp_path: Path) -> None:
-    for is_solo, most in ((False, 4 + 2 + 2), (True, 1)):
-        rank = Rank(tmp_path / str(is_solo), random_prompts(random.Random(5), 30))
-        rank.exchange(prepare=True, leases=(lease(1, (0, 30), is_solo=is_solo),))
+@pytest.mark.parametrize("seed", range(8))
+def test_no_two_suspects_are_where_they_were_at_a_death_in_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    print("seed", seed)
+    random_ = random.Random(seed)
+    prompts = random_prompts(random_, 60)
+    at_deaths = {
+        row: frozenset(random_.sample(range(8), random_.randrange(3)))
+        for row in random_.sample(range(60), random_.randrange(1, 25))
+    }
+    unborn = {row: tokens for row, tokens in at_deaths.items() if 0 in tokens}
+    others = {row: tokens for row, tokens in at_deaths.items() if 0 not in tokens}
+    fresh = [row for row in range(60) if row not in at_deaths]
+    rank = Rank(tmp_path, prompts)
+    step, most = rank.engine.step, []
+
+    def look_and_step() -> list[RequestOutput]:
+        tokens = rank.engine.num_generated_tokens()
+        rows = {int(request_id.partition("#")[2]): number for request_id, number in tokens.items()}
+        due = [row for row, number in rows.items() if number in at_deaths.get(row, ())]
+        most.append(len(due))
+        assert not due or all(number or row in due for row, number in rows.items()), "another one starts"
+        return step()
+
+    monkeypatch.setattr(rank.engine, "step", look_and_step)
+    groups = [group for group in (unborn, others) if group]
+    leases = [lease(1, *((row, row + 1) for row in fresh))]
+    for group in groups:
+        ranges = [(row, row + 1) for row in sorted(group)]
+        leases.append(lease(len(leases) + 1, *ranges, tokens_at_deaths=group))
+    rank.exchange(prepare=True, leases=tuple(leases))
+    rank.turn_until_idle()
+    assert all(report.is_done for report in rank.exchange().leases)
+    assert max(most) == any(at_deaths.values())
+    assert sum(rank.engine.num_running_at_steps) / len(most) > 2, "they run beside each other and others"
+
+
+def test_what_a_rank_leaves_says_how_far_each_row_was(tmp_path: Path) -> None:
+    prompts = random_prompts(random.Random(6), 20)
+    prompts[1] = next(
+        p for p in ([POISON_ID, i, i, i] for i in range(1, 99)) if len(expected_token_ids(p)) > 3
+    )
+    rank = Rank(tmp_path, prompts)
+    rank.exchange(prepare=True, leases=(lease(1, (0, 12)), lease(2, (12, 20))))
+    rank.turn_until_idle()
+    with pytest.raises(EngineDead, match="poison"):
+        rank.exchange()
+    journal = rank.folder.journal_file(0, 1, 1)
+    state = read_lease_state(rank.plan, journal)
+    assert state.tokens_of_suspects[1] == 3
+    assert set(state.tokens_of_suspects) == state.started - state.finished.keys()
+    told = journal.with_suffix(".tokens")
+    told.write_bytes(told.read_bytes()[:-1])
+    assert read_lease_state(rank.plan, journal).tokens_of_suspects[1] is None
+    told.unlink()
+    assert read_lease_state(rank.plan, journal).tokens_of_suspects[1] is None
+
+
+def test_a_look_ahead_is_bounded_and_makes_no_new_suspects_of_old_ones(tmp_path: Path) -> None:
+    for is_suspect, most in ((False, 4 + 2 + 2), (True, 1)):
+        rank = Rank(tmp_path / str(is_suspect), random_prompts(random.Random(5), 30))
+        at_deaths = deaths(30) if is_suspect else {}
+        rank.exchange(prepare=True, leases=(lease(1, (0, 30), tokens_at_deaths=at_deaths),))
         rank.worker.turn()
         state = read_journal_state(rank.plan, rank.folder.journal_file(0, 1, 1))
         assert 0 < len(state.started) <= most

@@ -14,7 +14,7 @@ from engine import ConfigError, EngineConfig, EngineDead, RequestOutput
 from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, StopRequest
 from pipelines.manifest import OutputFolder
 from pipelines.report import read_runs, read_status
-from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine
+from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine, expected_token_ids
 from tests.small_jobs import (
     InProcessFleet,
     check_answers,
@@ -93,13 +93,70 @@ def test_c12b_a_poison_row_is_quarantined(tmp_path: Path, folder: OutputFolder, 
     prompts = random_prompts(random.Random(3), 60)
     prompts[17] = [5, POISON_ID]
     write_prompts(tmp_path / "in.parquet", prompts)
-    driver, fleet = start_run(folder, make_plan(tmp_path / "in.parquet", 20), num_slots=num_slots)
+    driver, _ = start_run(folder, make_plan(tmp_path / "in.parquet", 20), num_slots=num_slots)
     assert driver.run() is Outcome.COMMITTED
     output = read_output(folder.path)
     check_answers(output, prompts)
     errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
     assert errors == {"in.parquet#17": "engine_crash"}
-    assert num_slots + 2 <= fleet.num_started <= num_slots + 4
+    assert read_status(folder.path).num_rank_deaths == 2
+
+
+def poison(num_tokens: int) -> list[int]:
+    """A prompt that kills its rank when it has so many tokens."""
+    prompts = ([POISON_ID, *[i] * num_tokens] for i in range(1, 1000))
+    return next(prompt for prompt in prompts if len(expected_token_ids(prompt)) > num_tokens)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_row_that_kills_two_ranks_is_quarantined_and_no_other_is(
+    tmp_path: Path, folder: OutputFolder, seed: int
+) -> None:
+    print("seed", seed)
+    random_ = random.Random(seed)
+    prompts = random_prompts(random_, 80)
+    guilty = random_.randrange(80)
+    prompts[guilty] = poison(random_.randrange(6))
+    write_prompts(tmp_path / "in.parquet", prompts)
+    driver, _ = start_run(
+        folder,
+        make_plan(tmp_path / "in.parquet", random_.randrange(10, 80)),
+        num_slots=random_.randrange(1, 4),
+        capacity=random_.randrange(2, 9),
+        random_=random_,
+    )
+    assert driver.run() is Outcome.COMMITTED
+    output = read_output(folder.path)
+    check_answers(output, prompts)
+    errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
+    assert errors == {f"in.parquet#{guilty}": "engine_crash"}
+    assert read_status(folder.path).num_rank_deaths == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_of_many_rows_that_kill_at_once_is_quarantined_in_two_deaths(
+    tmp_path: Path, folder: OutputFolder, seed: int
+) -> None:
+    print("seed", seed)
+    random_ = random.Random(seed)
+    prompts = random_prompts(random_, 120)
+    guilty = random_.sample(range(120), random_.randrange(2, 7))
+    for row in guilty:
+        prompts[row] = [5, POISON_ID]
+    write_prompts(tmp_path / "in.parquet", prompts)
+    driver, _ = start_run(
+        folder,
+        make_plan(tmp_path / "in.parquet", random_.randrange(10, 80)),
+        num_slots=random_.randrange(1, 4),
+        capacity=random_.randrange(2, 9),
+        random_=random_,
+    )
+    assert driver.run() is Outcome.COMMITTED
+    output = read_output(folder.path)
+    check_answers(output, prompts)
+    errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
+    assert errors == {f"in.parquet#{row}": "engine_crash" for row in guilty}
+    assert read_status(folder.path).num_rank_deaths <= 2 * len(guilty)
 
 
 def test_a_job_whose_ranks_never_start_fails(tmp_path: Path, folder: OutputFolder) -> None:
@@ -276,7 +333,7 @@ def test_a_row_keeps_its_death_when_the_driver_is_started_anew(tmp_path: Path, f
         driver.run()
     again, fleet = start_run(folder, plan, num_slots=1)
     assert again.run() is Outcome.COMMITTED
-    assert 2 <= fleet.num_started <= 4, "the first death counts"
+    assert read_status(folder.path).num_rank_deaths == 2, "the first death counts"
     output = read_output(folder.path)
     check_answers(output, prompts)
     errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}

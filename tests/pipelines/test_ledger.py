@@ -48,48 +48,60 @@ def test_a_lost_lease_gives_back_what_was_not_finished() -> None:
     ledger.record(LeaseReport(lease_id=lease.lease_id, num_read=4, num_ok=1, num_error=0))
     assert (ledger.num_read, ledger.num_in_flight) == (4, 3)
     # The journal knows more than the last report did: row 1 is finished too.
-    assert ledger.lose(lease.lease_id, JournalState(started={0, 1, 2, 3}, finished={0: True, 1: False})) == []
+    died = JournalState(started={0, 1, 2, 3}, finished={0: True, 1: False}, num_tokens={2: 5, 3: 0})
+    assert ledger.lose_rank(0, {lease.lease_id: died}) is None
     ledger.check()
     assert (ledger.num_read, ledger.num_ok, ledger.num_error, ledger.num_unleased) == (2, 1, 1, 4)
     ledger.record(LeaseReport(lease_id=lease.lease_id, num_read=6, num_ok=6, num_error=0, is_done=True))
     assert ledger.num_ok == 1, "a late word about a lost lease counts for nothing"
     untouched = ledger.try_lease(0, 6)
     assert untouched is not None
-    assert (untouched.rows, untouched.is_apart) == ([4, 5], False)
-    (suspects,) = ledger.try_lease_suspects(0, [0, 1], 4)
-    assert (suspects.rows, suspects.is_apart, suspects.is_solo) == ([2, 3], True, False)
+    assert (untouched.rows, untouched.is_of_suspects) == ([4, 5], False)
+    first, second = ledger.try_lease_suspects(1, [0, 1], 4)
+    assert (first.tokens_at_deaths, second.tokens_at_deaths) == ({3: {0}}, {2: {5}}), (
+        "who has none comes first"
+    )
+    assert (first.rows, second.rows, first.is_solo) == ([3], [2], False)
 
 
-def test_a_row_that_dies_alone_and_not_for_the_first_time_is_the_culprit() -> None:
-    ledger = Ledger(make_shards(4), {})
+def test_a_row_that_kills_twice_is_the_culprit_and_the_others_go_on() -> None:
+    ledger = Ledger(make_shards(5), {})
     lease = ledger.try_lease(0, 4)
     assert lease is not None
-    ledger.lose(lease.lease_id, JournalState(started={0, 1, 2}))
+    died = JournalState(started={0, 1, 2}, num_tokens={0: 8, 1: 9, 2: 0})
+    assert ledger.lose_rank(0, {lease.lease_id: died}) is None
+    unborn, suspects = ledger.try_lease_suspects(0, [0], 4)
+    finish(ledger, unborn)
+    beside = ledger.try_lease(0, 1)
+    assert beside is not None
+    assert (unborn.rows, suspects.rows, beside.rows) == ([2], [0, 1], [3])
+    states = {
+        suspects.lease_id: JournalState(started={0, 1}, num_tokens={0: 3, 1: 9}),
+        beside.lease_id: JournalState(started={3}, num_tokens={3: 9}),
+    }
+    assert ledger.lose_rank(0, states) == (suspects, 1)
+    ledger.quarantine(suspects)
     (suspects,) = ledger.try_lease_suspects(0, [0], 4)
-    assert suspects.rows == [0, 1, 2]
-    died = JournalState(started={0, 1, 2}, finished={0: True, 2: True})
-    assert ledger.lose(suspects.lease_id, died, is_alone=True) == [1]
-    assert ledger.take_complete() == []
-    ledger.quarantine(suspects.lease_id, 0, 1)
-    assert ledger.try_lease_suspects(0, [0], 4) == ()
+    assert suspects.tokens_at_deaths == {0: {8}}, "the death that is explained marks nobody"
+    finish(ledger, suspects)
     rest = ledger.try_lease(0, 9)
     assert rest is not None
-    assert rest.rows == [3]
+    assert rest.rows == [3, 4]
     finish(ledger, rest)
     assert ledger.take_complete() == [0]
-    ledger.commit(0, Tally(num_ok=3, errors={"engine_crash": 1}))
+    ledger.commit(0, Tally(num_ok=4, errors={"engine_crash": 1}))
 
 
 def test_a_quarantined_row_holds_its_shard_until_it_is_journaled() -> None:
     ledger = Ledger(make_shards(1), {})
     lease = ledger.try_lease(0, 1)
     assert lease is not None
-    assert ledger.lose(lease.lease_id, JournalState(started={0}), is_alone=True) == [], "once is chance"
+    assert ledger.lose_rank(0, {lease.lease_id: JournalState(started={0})}) is None, "once is chance"
     (lease,) = ledger.try_lease_suspects(0, [0], 4)
-    guilty = ledger.lose(lease.lease_id, JournalState(started={0}), is_alone=True)
-    assert guilty == [0]
+    guilty = ledger.lose_rank(0, {lease.lease_id: JournalState(started={0})})
+    assert guilty == (lease, 0)
     assert ledger.take_complete() == []
-    ledger.quarantine(lease.lease_id, 0, 1)
+    ledger.quarantine(lease)
     assert ledger.take_complete() == [0]
 
 
@@ -102,9 +114,13 @@ def test_random_histories_keep_the_equation(seed: int) -> None:
     truth: dict[int, dict[int, bool]] = {shard.index: {} for shard in shards}
     held: list[tuple[int, Lease]] = []
     committed: set[int] = set()
+    num_guilty = 0
     while len(committed) < len(shards):
         slot = random_.randrange(3)
         leases = list(ledger.try_lease_suspects(slot, [0, 1, 2], random_.randrange(1, 5)))
+        leases = leases or list(
+            ledger.try_lease_suspects(slot, [0, 1, 2], random_.randrange(1, 5), is_solo=True)
+        )
         lease = None if leases else ledger.try_lease(slot, random_.randrange(1, 5))
         held += [(slot, one) for one in ([lease] if lease is not None else leases)]
         if held and random_.random() < 0.7:
@@ -114,15 +130,19 @@ def test_random_histories_keep_the_equation(seed: int) -> None:
                 truth[lease.shard_index].update(outcomes)
                 finish(ledger, lease, num_error=sum(not ok for ok in outcomes.values()))
             else:
-                kept = {row: ok for row, ok in outcomes.items() if random_.random() < 0.5}
-                started = set(kept) | set(random_.sample(lease.rows, random_.randrange(2)))
-                truth[lease.shard_index].update(kept)
-                is_alone = len(started - kept.keys()) == 1 and random_.random() < 0.5
-                died = JournalState(started=started, finished=kept)
-                guilty = ledger.lose(lease.lease_id, died, is_alone=is_alone)
-                if guilty:
-                    truth[lease.shard_index].update(dict.fromkeys(guilty, False))
-                    ledger.quarantine(lease.lease_id, lease.shard_index, len(guilty))
+                states = {}
+                for one in [lease, *(other for number, other in held if number == slot)]:
+                    kept = {row: random_.random() < 0.8 for row in one.rows if random_.random() < 0.5}
+                    started = set(kept) | set(random_.sample(one.rows, random_.randrange(2)))
+                    num_tokens = {row: random_.randrange(4) for row in started}
+                    truth[one.shard_index].update(kept)
+                    states[one.lease_id] = JournalState(started, kept, num_tokens)
+                held = [(number, other) for number, other in held if number != slot]
+                guilty = ledger.lose_rank(slot, states)
+                if guilty is not None:
+                    num_guilty += 1
+                    truth[guilty[0].shard_index][guilty[1]] = False
+                    ledger.quarantine(guilty[0])
         ledger.check()
         for index in ledger.take_complete():
             assert index not in committed
@@ -130,5 +150,6 @@ def test_random_histories_keep_the_equation(seed: int) -> None:
             assert len(truth[index]) == shards[index].num_rows
             num_ok = sum(truth[index].values())
             ledger.commit(index, Tally(num_ok=num_ok, errors={"x": len(truth[index]) - num_ok}))
+    print("guilty", num_guilty)
     assert ledger.is_settled
     assert ledger.num_unleased == 0
