@@ -11,9 +11,9 @@ from engine.api import (
     TokenLogprobs,
     output_digest,
 )
-from engine.config import EngineConfig, ResolvedConfig
-from engine.errors import ConfigError, EngineDead, RequestRejected
-from engine.memory import MemoryEstimate, estimate_memory
+from engine.config import EngineConfig, ReplicaPlace, ResolvedConfig
+from engine.errors import ConfigError, EngineDead, PeerLost, RequestRejected
+from engine.memory import MemoryEstimate, count_experts, estimate_memory
 
 __all__ = [
     "Completion",
@@ -24,12 +24,15 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "MemoryEstimate",
+    "PeerLost",
+    "ReplicaPlace",
     "Request",
     "RequestOutput",
     "RequestRejected",
     "ResolvedConfig",
     "SamplingParams",
     "TokenLogprobs",
+    "count_experts",
     "estimate_memory",
     "output_digest",
 ]

@@ -197,6 +197,14 @@ class Engine(Protocol):
     def has_unfinished(self) -> bool:
         """Whether a step would have work."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks step only together with this one: it then steps without work too."""
+
+    @property
+    def is_group_busy(self) -> bool:
+        """Whether any rank of such a group had work when they last stepped."""
+
     def stats(self) -> EngineStats:
         """Counters and gauges."""
 

@@ -26,5 +26,9 @@ class EngineDead(RuntimeError):
     """This rank's engine cannot go on; its replica is replaced and its rows are leased again."""
 
 
+class PeerLost(EngineDead):
+    """It cannot go on only because another rank of its replica does not: that one is to blame."""
+
+
 class ConfigError(ValueError):
     """The job cannot start: refused with one sentence before anything is taken or written."""

@@ -15,7 +15,7 @@ from engine.api import Completion, EngineStats, FinishReason, Request, RequestOu
 from engine.completion import CompletionBuilder
 from engine.config import EngineConfig, ReplicaPlace, ResolvedConfig, most_total_tokens
 from engine.detokenizer import TokenBytes
-from engine.errors import ConfigError, EngineDead, RequestRejected
+from engine.errors import ConfigError, EngineDead, PeerLost, RequestRejected
 from engine.model_runner import ModelRunner
 from engine.models.deepseek_v41_config import load_model_config
 from engine.sampler import SampledTokens, Sampler, SamplingRow
@@ -109,7 +109,7 @@ class LLMEngine:
         return self.scheduler.has_unfinished()
 
     def step(self) -> list[RequestOutput]:
-        """One batch. Raises ``EngineDead`` when the device or another rank of the group fails.
+        """One batch. Raises ``EngineDead`` when the device fails, ``PeerLost`` when another rank does.
 
         The engine is then unusable.
         """
@@ -127,9 +127,20 @@ class LLMEngine:
         except RuntimeError as error:
             if group is not None:
                 group.abandon()
-            raise EngineDead(f"the step failed: {error}") from error
+            kind = PeerLost if isinstance(error, PeerLost) else EngineDead
+            raise kind(f"the step failed: {error}") from error
         self.scheduler.finish_step(batch)
         return self._update(batch, sampled)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks step only together with this one."""
+        return self.runner.group is not None
+
+    @property
+    def is_group_busy(self) -> bool:
+        """Whether any rank of the group had work when they last stepped."""
+        return self.runner.group is not None and self.runner.group.is_busy
 
     def close(self) -> None:
         """No request will follow. Among others, step on until ``is_closed``: they may need these experts."""

@@ -18,6 +18,7 @@ from engine.config import (
     resolve_block_counts,
     resolve_max_model_len,
 )
+from engine.errors import ConfigError
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
 
 _STORED_AS_IS = (".embed.weight", ".embed.scale")  # the n-gram tables: looked up, never multiplied
@@ -108,26 +109,46 @@ def estimate_memory(
         )
         return found // num_expert_ranks if _EXPERT.search(tensor.name) else found
 
+    if model.n_routed_experts % num_expert_ranks:
+        raise ConfigError(
+            f"{model.n_routed_experts} experts cannot be split evenly among {num_expert_ranks} ranks"
+        )
     block_bytes, state_bytes = _cache_bytes(model, config, _ITEM_BYTES[dtype])
     return MemoryEstimate(
         dtype=dtype,
         max_model_len=resolve_max_model_len(config, model_max_len=model.max_position_embeddings),
         num_checkpoint_bytes=sum(tensor.num_bytes for tensor in tensors),
         num_weight_bytes=sum(map(loaded_bytes, tensors)),
-        num_scratch_bytes=step_scratch_bytes(model, config),
+        num_scratch_bytes=step_scratch_bytes(
+            model, config, num_expert_ranks=num_expert_ranks, item_bytes=_ITEM_BYTES[dtype]
+        ),
         num_state_bytes=config.max_num_seqs * state_bytes,
         num_bytes_per_block=block_bytes,
     )
 
 
-def step_scratch_bytes(model: DeepseekV41Config, config: EngineConfig) -> int:
+def count_experts(model_folder: str) -> int:
+    """How many routed experts each layer of a model has. Raises ``ConfigError``."""
+    return load_model_config(model_folder).n_routed_experts
+
+
+def step_scratch_bytes(
+    model: DeepseekV41Config, config: EngineConfig, *, num_expert_ranks: int, item_bytes: int
+) -> int:
     """What a step takes beside weights and caches: it follows from the batch, not from the context."""
     num_rows = config.max_num_batched_tokens
     # The residual streams in fp32, and the handful of their copies that a layer makes.
     streams = num_rows * model.hc_mult * model.hidden_size * 4 * 8
     # Scores are computed tile by tile, in the room of three fp32 copies of the queries.
     selection = max(12 * num_rows * model.index_n_heads * model.index_head_dim, _LEAST_SELECTION_BYTES)
-    return streams + selection
+    return streams + selection + _exchange_bytes(model, num_rows, num_expert_ranks, item_bytes)
+
+
+def _exchange_bytes(model: DeepseekV41Config, num_rows: int, num_ranks: int, item_bytes: int) -> int:
+    """Of a layer's exchange: all ranks' rows sorted, outputs sent and received, own ones."""
+    if num_ranks == 1:
+        return 0
+    return (3 * num_ranks + 1) * num_rows * model.num_experts_per_tok * model.hidden_size * item_bytes
 
 
 def _num_loaded_bytes(tensor: StoredTensor, item_bytes: int, has_kernels: bool, *, is_pooled: bool) -> int:

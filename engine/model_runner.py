@@ -33,7 +33,7 @@ from engine.loader import WeightReader
 from engine.memory import estimate_memory, step_scratch_bytes
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
 from engine.models.deepseek_v41_config import DeepseekV41Config
-from engine.parallel import ExpertGroup, exchange_bytes
+from engine.parallel import ExpertGroup
 from engine.scheduler import ScheduledBatch
 from kernels.number_formats import ActivationMode
 
@@ -174,16 +174,12 @@ class ModelRunner:
         if self.device.type == "cpu":
             return CPU_CACHE_BYTES
         free, total = torch.cuda.mem_get_info(self.device)
-        model = self.model_config
-        scratch = step_scratch_bytes(model, config)
-        if self.group is not None:
-            scratch += exchange_bytes(
-                self.group.size,
-                num_rows=config.max_num_batched_tokens,
-                top_k=model.num_experts_per_tok,
-                hidden=model.hidden_size,
-                item_bytes=layout.dtype.itemsize,
-            )
+        scratch = step_scratch_bytes(
+            self.model_config,
+            config,
+            num_expert_ranks=1 if self.group is None else self.group.size,
+            item_bytes=layout.dtype.itemsize,
+        )
         rings = config.max_num_seqs * layout.num_bytes_per_state
         return int(free - (1 - config.gpu_memory_utilization) * total) - scratch - rings
 

@@ -10,6 +10,7 @@ device, and every rank sees at once that another one has died.
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -19,14 +20,17 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.config import ReplicaPlace
-from engine.errors import ConfigError, EngineDead
+from engine.errors import ConfigError, PeerLost
 from kernels.moe import Routes
 from kernels.number_formats import QuantisedRows
 
 
 def host_rendezvous(host: str) -> TCPStore:
     """Where one group's ranks will find each other, on a free port. It lives as long as what is returned."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    # Bound here, because a store that binds by itself listens on every address of the machine.
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 class ExpertGroup:
@@ -41,13 +45,14 @@ class ExpertGroup:
         self.own_experts = range(place.rank * self.num_own, (place.rank + 1) * self.num_own)
         self.wants_stop = False
         self.is_over = False
+        self.is_busy = False
         self._num_steps = 0
         self._most_rows = (0,) * num_layers
 
     def connect(self, device: torch.device, settings: str) -> None:
         """Wait for all ranks and meet them.
 
-        Raises ``EngineDead`` if one does not come, ``ConfigError`` if ``settings`` differ.
+        Raises ``PeerLost`` if one does not come, ``ConfigError`` if ``settings`` differ.
         """
         place = self.place
         try:
@@ -68,7 +73,7 @@ class ExpertGroup:
             # NCCL takes its memory at the first exchange: before what is left is counted.
             self.swap(torch.zeros(self.size, 1, dtype=torch.uint8, device=device))
         except RuntimeError as error:
-            raise EngineDead(f"the ranks of the replica did not find each other: {error}") from error
+            raise PeerLost(f"the ranks of the replica did not find each other: {error}") from error
         if any(bytes(other.tolist()) != digest for other in found):
             raise ConfigError("the ranks of a replica must have the same model and engine settings")
 
@@ -86,7 +91,7 @@ class ExpertGroup:
     def agree(self, rows: Sequence[int], *, has_work: bool) -> None:
         """Begin a step together: how many rows each layer's experts will be given here.
 
-        Sets ``is_over`` when all ranks want to stop and none has work.
+        Sets ``is_busy`` when any rank has work, ``is_over`` when all want to stop and none has.
         """
         self._num_steps += 1
         mine = torch.tensor([self._num_steps, has_work, self.wants_stop, *rows], dtype=torch.int64)
@@ -94,7 +99,8 @@ class ExpertGroup:
         steps, works, stops = (everyone[:, column] for column in range(3))
         if bool((steps != self._num_steps).any()):
             raise RuntimeError(f"ranks are at different steps: {steps.tolist()}")
-        self.is_over = bool(stops.all()) and not bool(works.any())
+        self.is_busy = bool(works.any())
+        self.is_over = bool(stops.all()) and not self.is_busy
         self._most_rows = tuple(everyone[:, 3:].amax(0).tolist())
 
     def most_rows(self, layer: int) -> int:
@@ -102,9 +108,14 @@ class ExpertGroup:
         return self._most_rows[layer]
 
     def swap(self, blocks: Tensor) -> Tensor:
-        """Block r goes to rank r: [size, ...] -> [size, ...], block r from rank r."""
+        """Block r goes to rank r: [size, ...] -> [size, ...], block r from rank r. Raises ``PeerLost``."""
         received = torch.empty_like(blocks)
-        dist.all_to_all_single(received, blocks)
+        try:
+            dist.all_to_all_single(received, blocks)
+        except RuntimeError as error:
+            if blocks.device.type != "cpu":
+                raise  # it may tell of what this device was asked before
+            raise PeerLost(f"another rank of the replica is gone: {error}") from error
         return received
 
 
@@ -159,8 +170,3 @@ class ExpertExchange:
         row = torch.arange(num_rows, device=slots.device)[:, None]
         slot = torch.arange(top_k, device=slots.device)
         return found[routes.expert_ids // group.num_own, row, slot]
-
-
-def exchange_bytes(size: int, *, num_rows: int, top_k: int, hidden: int, item_bytes: int) -> int:
-    """Device memory of a layer's exchange: all ranks' rows sorted, outputs sent and received, own ones."""
-    return (3 * size + 1) * num_rows * top_k * hidden * item_bytes

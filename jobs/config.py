@@ -90,6 +90,8 @@ class ClusterSection(_Section):
 
     With ``max_ranks`` instead, ranks come and go with the cluster's nodes: up to so many. The job begins with
     ``min_ranks`` (1), and stops cleanly when fewer have had a place for ``place_timeout_s``.
+    ``ranks_per_replica`` ranks are a replica: they hold the routed experts once between them, start and end
+    together, and are on one node unless ``replica_spans_nodes``. All numbers of ranks are multiples of it.
     A rank whose step loop stands still for ``stall_timeout_s`` is ended and replaced.
     ``cost_per_rank_hour``: what one rank (a GPU, or a CPU rank) costs, in any currency; for the report.
     """
@@ -97,6 +99,8 @@ class ClusterSection(_Section):
     num_ranks: int = Field(default=0, ge=0)
     min_ranks: int | None = Field(default=None, ge=1)
     max_ranks: int | None = Field(default=None, ge=1)
+    ranks_per_replica: int = Field(default=1, ge=1)
+    replica_spans_nodes: bool = False
     place_timeout_s: float = Field(default=1800.0, gt=0.0)
     address: str | None = None
     cost_per_rank_hour: float | None = Field(default=None, ge=0.0)
@@ -109,6 +113,12 @@ class ClusterSection(_Section):
         most = self.max_ranks or self.num_ranks
         if most and (self.min_ranks or 1) > most:
             raise ValueError(f"min_ranks is {self.min_ranks}, more than the {most} ranks at most")
+        for name in ("num_ranks", "min_ranks", "max_ranks"):
+            number = getattr(self, name) or 0
+            if number % self.ranks_per_replica:
+                raise ValueError(
+                    f"{name} is {number}, no multiple of ranks_per_replica, {self.ranks_per_replica}"
+                )
         return self
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a run as Ray actors, each in a placement group of its own.
+"""The ranks of a run as Ray actors, each replica in a placement group of its own.
 
 Owns where ranks are put and how they are reached and ended; it must not know what they are asked, nor when
 one counts as dead: ``pipelines.driver`` does. Called in a process that has joined Ray.
@@ -19,6 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from engine import PeerLost
 from jobs.rank import RankActor, RankSpec
 from pipelines.driver import Orders, RankDied, RankReport
 
@@ -29,12 +30,14 @@ _LONGEST_LINE = 240
 class RayFleet:
     """Rank actors, by slot; what ``pipelines.driver.Fleet`` asks for.
 
-    A slot is a replica: its placement group holds the resources of its ranks, one rank today. A group that
-    finds no room waits in Ray until a node joins or comes back.
+    The placement group of a replica holds the resources of its ranks. A group that finds no room waits in Ray
+    until a node joins or comes back.
     """
 
     def __init__(self, spec: RankSpec, num_slots: int, *, has_gpus: bool) -> None:
-        self.num_slots = num_slots
+        cluster = spec.job.cluster
+        self.num_slots, self.ranks_per_replica = num_slots, cluster.ranks_per_replica
+        self._strategy = "PACK" if cluster.replica_spans_nodes else "STRICT_PACK"
         self._spec = replace(spec, has_gpu=has_gpus)
         self._bundle = {"CPU": 1.0, **({"GPU": 1.0} if has_gpus else {})}
         # Liveness is the driver's business: an actor is never restarted behind its back.
@@ -45,28 +48,41 @@ class RayFleet:
             options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
         self._actor_class = ray.remote(RankActor)
         self._options = options
-        self._groups: dict[int, Any] = {}
+        self._groups: dict[int, Any] = {}  # by replica
+        self._meetings: dict[int, Any] = {}
         self._placed: set[str] = set()
         self._looked_at = 0.0
         self._actors: dict[int, Any] = {}
         self._exchanges: dict[Any, int] = {}
 
     def has_place(self, slot: int) -> bool:
-        """Whether the slot's placement group stands; one that there is not is asked for."""
-        if slot not in self._groups:
-            self._groups[slot] = placement_group([self._bundle], strategy="STRICT_PACK")
+        """Whether its replica's placement group stands; one that there is not is asked for."""
+        replica = slot // self.ranks_per_replica
+        if replica not in self._groups:
+            bundles = [self._bundle] * self.ranks_per_replica
+            self._groups[replica] = placement_group(bundles, strategy=self._strategy)
         now = time.monotonic()
         if now - self._looked_at > _LOOK_INTERVAL_S:  # one question for all slots
             self._looked_at = now
             table = placement_group_table()
             self._placed = {name for name, group in table.items() if group["state"] == "CREATED"}
-        return self._groups[slot].id.hex() in self._placed
+        return self._groups[replica].id.hex() in self._placed
 
     def start(self, slot: int) -> None:
         """Start the rank of a slot and its first exchange."""
-        strategy = PlacementGroupSchedulingStrategy(placement_group=self._groups[slot])
+        replica, rank = divmod(slot, self.ranks_per_replica)
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._groups[replica], placement_group_bundle_index=rank
+        )
         options = {**self._options, "scheduling_strategy": strategy}
-        self._actors[slot] = self._actor_class.options(**options).remote(self._spec)
+        actor_class = self._actor_class.options(**options)
+        if rank == 0:
+            self._actors[slot] = actor_class.remote(self._spec)
+            self._meetings[replica] = (
+                self._actors[slot].meeting.remote() if self.ranks_per_replica > 1 else None
+            )
+        else:
+            self._actors[slot] = actor_class.remote(self._spec, rank, self._meetings[replica])
         self.exchange(slot, Orders())
 
     def exchange(self, slot: int, orders: Orders) -> None:
@@ -86,22 +102,25 @@ class RayFleet:
             try:
                 events.append((slot, ray.get(reference)))
             except RayError as error:
-                events.append((slot, RankDied(describe_death(error))))
+                has_lost_peer = isinstance(error, RayTaskError) and isinstance(error.cause, PeerLost)
+                events.append((slot, RankDied(describe_death(error), has_lost_peer)))
         return events
 
     def kill(self, slot: int) -> None:
-        """End the rank of a slot at once, and give its place back."""
+        """End the rank of a slot at once; with the last rank of a replica its place is given back."""
         actor = self._actors.pop(slot, None)
         self._exchanges = {ref: other for ref, other in self._exchanges.items() if other != slot}
         if actor is not None:
             ray.kill(actor)
-        group = self._groups.pop(slot, None)
-        if group is not None:
-            remove_placement_group(group)
+        replica = slot // self.ranks_per_replica
+        if replica in self._groups and not any(
+            slot // self.ranks_per_replica == replica for slot in self._actors
+        ):
+            remove_placement_group(self._groups.pop(replica))
 
     def close(self) -> None:
         """End every rank."""
-        for slot in {*self._actors, *self._groups}:
+        for slot in range(self.num_slots):
             self.kill(slot)
 
 

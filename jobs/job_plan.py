@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine import ConfigError
+from engine import ConfigError, count_experts
 from jobs.config import JobConfig, OutputSection
 from jobs.environment import SPEED_ONLY
 from jobs.rank import build_job_renderer
@@ -104,6 +104,7 @@ def plan_job(job: JobConfig) -> Plan:
     """The job's plan, from its inputs as they are. Raises ``ConfigError``; writes nothing."""
     if not (Path(job.model.path) / "config.json").is_file():
         raise ConfigError(f"model.path {job.model.path!r} is not a model folder: it has no config.json")
+    _check_replica(job)
     renderer = build_job_renderer(job)
     found = find_input(job.input.path, format=job.input.format, exclude=job.output.path)
     for column, name in find_near_misses(name for schema in found.schemas for name in schema.names):
@@ -129,6 +130,15 @@ def plan_job(job: JobConfig) -> Plan:
         settings=answer_settings(job),
         parts=_part_options(job, found),
     )
+
+
+def _check_replica(job: JobConfig) -> None:
+    num_ranks = job.cluster.ranks_per_replica
+    if num_ranks > 1 and (num_experts := count_experts(job.model.path)) % num_ranks:
+        raise ConfigError(
+            f"cluster.ranks_per_replica is {num_ranks}, but the model's {num_experts} experts a layer cannot "
+            "be split evenly among so many ranks"
+        )
 
 
 def _part_options(job: JobConfig, found: InputSet) -> PartOptions:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from engine import MemoryEstimate, Request, RequestRejected, estimate_memory
+from engine import MemoryEstimate, Request, RequestRejected, count_experts, estimate_memory
 from engine.config import KV_BLOCK_SIZE, most_total_tokens
-from jobs.config import JobConfig, engine_config
+from jobs.config import ClusterSection, JobConfig, engine_config
 from jobs.job_plan import output_folder, plan_job, with_absolute_paths
 from jobs.lease_reader import Renderer, read_values
 from jobs.rank import build_job_renderer
@@ -49,8 +49,8 @@ class RowFacts:
 class JobForecast:
     """A job before it is run. Counts of ``facts`` are of the rows looked at: all of them if ``is_exact``.
 
-    ``device`` is the one asked for. ``num_ranks`` 0: one for each GPU there will be. ``num_kv_blocks`` None:
-    the device's size is not known.
+    ``device`` is the one asked for. ``num_experts`` are a layer's routed ones. ``num_kv_blocks`` None: the
+    device's size is not known.
     ``obstacles`` are the reasons why the job cannot succeed.
     """
 
@@ -59,7 +59,8 @@ class JobForecast:
     facts: RowFacts
     memory: MemoryEstimate
     device: str
-    num_ranks: int
+    cluster: ClusterSection
+    num_experts: int
     num_kv_blocks: int | None
     tokens_per_s: float | None
     max_error_rows: float
@@ -81,7 +82,12 @@ class JobForecast:
         if not self.tokens_per_s:
             return None
         num_tokens = (self.facts.num_prompt_tokens + self.facts.most_output_tokens) * self.scale
-        return num_tokens / (self.tokens_per_s * max(self.num_ranks, 1))
+        return num_tokens / (self.tokens_per_s * self.num_ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Those asked for; where they are as many as there will be GPUs, one replica's."""
+        return self.cluster.num_ranks or self.cluster.ranks_per_replica
 
 
 def forecast_job(
@@ -101,7 +107,8 @@ def forecast_job(
     check_folder(output_folder(job), plan)
     # Whoever names a device's memory plans for a GPU.
     is_gpu = job.engine.device == "cuda" or (job.engine.device == "auto" and device_bytes is not None)
-    memory = estimate_memory(engine_config(job), is_gpu=is_gpu)
+    num_expert_ranks = job.cluster.ranks_per_replica
+    memory = estimate_memory(engine_config(job), is_gpu=is_gpu, num_expert_ranks=num_expert_ranks)
     obstacles: list[str] = []
     num_kv_blocks = _count_blocks(job, memory, device_bytes, obstacles)
     facts = _look_at_rows(job, plan, _draw(plan, max_num_rows, seed), memory.max_model_len, num_kv_blocks)
@@ -111,7 +118,8 @@ def forecast_job(
         facts=facts,
         memory=memory,
         device=job.engine.device,
-        num_ranks=job.cluster.num_ranks,
+        cluster=job.cluster,
+        num_experts=count_experts(job.model.path),
         num_kv_blocks=num_kv_blocks,
         tokens_per_s=tokens_per_s,
         max_error_rows=_max_error_rows(job, plan),
@@ -265,6 +273,7 @@ def format_forecast(found: JobForecast) -> str:
         f"shared prefixes: {facts.num_shared_tokens / max(facts.num_prompt_tokens, 1):.1%} of prompt tokens, "
         f"among neighbours of {_BLOCK_ROWS} rows",
         *_refused_lines(found, about),
+        _layout_line(found),
         *_memory_lines(found),
         _time_line(found),
     ]
@@ -287,6 +296,25 @@ def _refused_lines(found: JobForecast, about: str) -> list[str]:
     return lines + [f"  {row_id}: {text}" for row_id, text in facts.refused_rows]
 
 
+def _layout_line(found: JobForecast) -> str:
+    cluster, size = found.cluster, found.cluster.ranks_per_replica
+    kind = "replica" if size > 1 else "rank"
+    number = (cluster.num_ranks or cluster.max_ranks or 0) // size
+    if not number:
+        count = (
+            "as many replicas as there is room for, each"
+            if size > 1
+            else "a rank for every GPU, or one on the CPU"
+        )
+    else:
+        count = f"{'' if cluster.num_ranks else 'up to '}{number} {kind}{'s' if number > 1 else ''}"
+    if size == 1:
+        return f"layout: {count}, with all {found.num_experts} experts of a layer on each"
+    where = "" if cluster.replica_spans_nodes else " of one node"
+    share = f"{found.num_experts // size} of a layer's {found.num_experts} experts"
+    return f"layout: {count} of {size} ranks{where}, with {share} on each rank"
+
+
 def _memory_lines(found: JobForecast) -> list[str]:
     line = found.memory.describe(found.num_kv_blocks)
     if found.num_kv_blocks is None:
@@ -298,10 +326,10 @@ def _time_line(found: JobForecast) -> str:
     seconds = found.most_seconds
     if seconds is None:
         return "time: not known without --tokens-per-s"
-    ranks = f"{found.num_ranks} ranks" if found.num_ranks else "one rank"
+    ranks = f"{found.num_ranks} ranks" if found.num_ranks > 1 else "one rank"
     return (
         f"time: at most {seconds / 3600:.2f} h on {ranks} at {found.tokens_per_s:g} tokens a second each, "
-        f"{seconds * max(found.num_ranks, 1) / 3600:.2f} GPU-hours"
+        f"{seconds * found.num_ranks / 3600:.2f} GPU-hours"
     )
 
 

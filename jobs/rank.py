@@ -6,14 +6,16 @@ Owns how a job becomes an engine and a renderer, and nothing of what they then d
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from engine import Engine, EngineConfig
+from engine import Engine, EngineConfig, ReplicaPlace
 from jobs.config import JobConfig, engine_config, sampling_params
 from jobs.worker import RankWorker, Serving
 from pipelines.chat import ChatOptions
@@ -21,14 +23,18 @@ from pipelines.driver import Orders, RankReport
 from pipelines.manifest import OutputFolder, load_plan
 from pipelines.prompt import PromptRenderer, build_renderer
 
-EngineBuilder = Callable[[EngineConfig], Engine]
+EngineBuilder = Callable[..., Engine]
+"""Takes an ``EngineConfig`` and, for a rank of a replica of several, a ``ReplicaPlace``."""
+
+Meeting = tuple[str, int]
+"""The host and the port where the ranks of a replica find each other."""
 
 _EXCHANGE_WAIT_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """All that a rank's process is told. ``build_engine`` None: the real one."""
+    """All that the ranks' processes are told. ``build_engine`` None: the real one."""
 
     job: JobConfig
     run: int
@@ -57,13 +63,23 @@ def build_job_renderer(job: JobConfig) -> PromptRenderer:
     )
 
 
-def build_rank_engine(config: EngineConfig, build_engine: EngineBuilder | None) -> Engine:
+def build_rank_engine(
+    config: EngineConfig, build_engine: EngineBuilder | None, place: ReplicaPlace | None = None
+) -> Engine:
     """One rank's engine. The only place where the real one is imported."""
     if build_engine is None:
         from engine.llm_engine import LLMEngine
 
         build_engine = LLMEngine.build
-    return build_engine(config)
+    return build_engine(config) if place is None else build_engine(config, place)
+
+
+def host_meeting(host: str) -> tuple[Any, Meeting]:
+    """Where the ranks of a replica will find each other, as long as the first of what is returned lives."""
+    from engine.parallel import host_rendezvous
+
+    rendezvous = host_rendezvous(host)
+    return rendezvous, (host, rendezvous.port)
 
 
 def find_device() -> str:
@@ -73,12 +89,12 @@ def find_device() -> str:
     return device_uuid()
 
 
-def build_serving(spec: RankSpec) -> Serving:
+def build_serving(spec: RankSpec, place: ReplicaPlace | None = None) -> Serving:
     """Build the engine and what goes with it."""
     config = engine_config(spec.job)
     renderer = build_job_renderer(spec.job)
     return Serving(
-        engine=build_rank_engine(config, spec.build_engine),
+        engine=build_rank_engine(config, spec.build_engine, place),
         renderer=renderer,
         capacity=rank_capacity(spec.job),
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -87,13 +103,19 @@ def build_serving(spec: RankSpec) -> Serving:
 
 
 class RankActor:
-    """The rank as a Ray actor: a worker, and the thread of its loop."""
+    """The rank as a Ray actor: a worker, and the thread of its loop.
 
-    def __init__(self, spec: RankSpec) -> None:
+    ``rank`` counts within its replica. Of one with several ranks the first says where they meet.
+    """
+
+    def __init__(self, spec: RankSpec, rank: int = 0, meeting: Meeting | None = None) -> None:
         # To the process's stderr, which Ray keeps in the rank's log.
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         folder = OutputFolder(Path(spec.job.output.state_dir or spec.job.output.path))
         self._node, self._device = socket.gethostname(), ""
+        self._rank, self._meeting = rank, meeting
+        if spec.job.cluster.ranks_per_replica > 1:
+            self._listen(spec)
         self._worker = RankWorker(
             folder,
             load_plan(folder),
@@ -108,7 +130,35 @@ class RankActor:
     def _build(self, spec: RankSpec) -> Serving:
         # Known before the model is read, so that two ranks on one GPU are refused and do not fill it.
         self._device = find_device() if spec.has_gpu else ""
-        return build_serving(spec)
+        return build_serving(spec, self._place(spec))
+
+    def _listen(self, spec: RankSpec) -> None:
+        host = "127.0.0.1"
+        if spec.job.cluster.replica_spans_nodes:
+            from ray.util import get_node_ip_address
+
+            host = get_node_ip_address()  # type: ignore[no-untyped-call]
+        else:
+            # What ranks of one node say to each other is nobody else's to hear.
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ[name] = "lo"
+        if self._meeting is None:
+            self._rendezvous, self._meeting = host_meeting(host)
+
+    def _place(self, spec: RankSpec) -> ReplicaPlace | None:
+        cluster = spec.job.cluster
+        if self._meeting is None:
+            return None
+        host, port = self._meeting
+        # Shorter than the driver's patience: who waits in vain says so before it counts as hanging itself.
+        timeout_s = cluster.stall_timeout_s / 2
+        return ReplicaPlace(
+            rank=self._rank, num_ranks=cluster.ranks_per_replica, host=host, port=port, timeout_s=timeout_s
+        )
+
+    def meeting(self) -> Meeting | None:
+        """Where the ranks of this one's replica find each other."""
+        return self._meeting
 
     def exchange(self, orders: Orders) -> RankReport:
         """One exchange with the driver."""

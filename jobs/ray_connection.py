@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from engine import ConfigError
-from jobs.config import JobConfig
+from jobs.config import ClusterSection, JobConfig
 from jobs.reaper import MARK, Reaper
 from jobs.stop_signals import StopSignals
 from pipelines.driver import JobFailed, StopRequest
@@ -46,7 +46,8 @@ def connected(address: str, job: JobConfig, signals: StopSignals) -> Iterator[Pl
         finally:
             ray.shutdown()
         return
-    wanted = max(job.cluster.num_ranks, job.cluster.max_ranks or 0)
+    cluster = job.cluster
+    wanted = max(cluster.num_ranks, cluster.max_ranks or 0, cluster.ranks_per_replica)
     reaper = Reaper()
     os.environ[MARK] = reaper.mark
     try:
@@ -85,8 +86,16 @@ def _count_places(job: JobConfig) -> Places:
     num_gpus = 0 if job.engine.device == "cpu" else _count("GPU")
     if job.engine.device == "cuda" and not num_gpus:
         raise ConfigError("engine.device is cuda, but the cluster has no GPU")
-    num_slots = cluster.max_ranks or cluster.num_ranks or num_gpus or 1
+    size = cluster.ranks_per_replica
+    room = _count_for_replicas("GPU" if num_gpus else "CPU", cluster)
+    num_slots = cluster.max_ranks or cluster.num_ranks or (room // size * size if num_gpus else 0) or size
     needed = cluster.min_ranks or (1 if cluster.max_ranks else num_slots)
+    if size > 1 and needed > room:
+        where = "" if cluster.replica_spans_nodes else " on one node"
+        raise ConfigError(
+            f"each replica needs {size} {'GPUs' if num_gpus else 'CPUs'}{where}, and the cluster has "
+            f"room for {room // size} of {-(-needed // size)}"
+        )
     key = "num_ranks" if needed == cluster.num_ranks else "min_ranks"
     if num_gpus and needed > num_gpus:
         raise ConfigError(f"cluster.{key} is {needed}, but the cluster has {num_gpus} GPUs")
@@ -94,6 +103,15 @@ def _count_places(job: JobConfig) -> Places:
     if needed > num_cpus:
         raise ConfigError(f"{needed} ranks need a CPU each, but the cluster has {num_cpus}")
     return Places(num_slots=num_slots, min_ranks=cluster.min_ranks or 1, has_gpus=num_gpus > 0)
+
+
+def _count_for_replicas(resource: str, cluster: ClusterSection) -> int:
+    """What the cluster has of it that ranks can use: of a node, as much as whole replicas need."""
+    size = cluster.ranks_per_replica
+    if size == 1 or cluster.replica_spans_nodes:
+        return _count(resource)
+    nodes = (node["Resources"] for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
+    return sum(int(found.get(resource, 0)) // size * size for found in nodes)
 
 
 def _count(resource: str) -> int:

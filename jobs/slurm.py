@@ -96,7 +96,13 @@ def _name(job: JobConfig) -> str:
 def _elastic(job: JobConfig, request: SlurmRequest) -> list[str]:
     """Nodes come up one after the other, and one may go: ranks follow them."""
     cluster = job.cluster
-    most = cluster.max_ranks or cluster.num_ranks or request.nodes * max(request.gpus_per_node, 1)
+    size, per_node = cluster.ranks_per_replica, request.gpus_per_node
+    num_places = request.nodes * (per_node or size)
+    if per_node and not cluster.replica_spans_nodes:
+        num_places = request.nodes * (per_node // size * size)
+    most = cluster.max_ranks or cluster.num_ranks or num_places // size * size
+    if not most:
+        raise ConfigError(f"a replica of {size} ranks has no room: --gpus-per-node is {per_node}")
     return ["--set", "cluster.num_ranks=0", "--set", f"cluster.max_ranks={most}"]
 
 

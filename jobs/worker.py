@@ -17,7 +17,16 @@ from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine import ConfigError, Engine, EngineDead, EngineStats, Request, RequestOutput, RequestRejected
+from engine import (
+    ConfigError,
+    Engine,
+    EngineDead,
+    EngineStats,
+    PeerLost,
+    Request,
+    RequestOutput,
+    RequestRejected,
+)
 from jobs.environment import describe_environment
 from jobs.lease_reader import LeaseReader, Renderer
 from jobs.shard_cache import ShardCache
@@ -102,7 +111,7 @@ class RankWorker:
         self._prompt_lengths: list[int] = []
         self._published: list[tuple[int, Tally]] = []
         self._must_prepare = self._is_draining = self._is_stopped = self._has_news = False
-        self._failure: str | None = None
+        self._failure: EngineDead | None = None
         self._refused: str | None = None
         self._broken: str | None = None
         self._num_turns = self._num_prompt_tokens = self._num_completion_tokens = 0
@@ -130,7 +139,7 @@ class RankWorker:
             self._changed.wait_for(lambda: self._has_news or self._is_over, wait_s)
             self._has_news = False
             if self._failure is not None:
-                raise EngineDead(self._failure)
+                raise self._failure
             return self._report()
 
     def run(self) -> None:
@@ -168,18 +177,19 @@ class RankWorker:
         if not self._is_draining:
             self._feed(self._serving)
         self._journal()
-        has_work = self._serving.engine.has_unfinished()
-        if has_work:
-            self._note_tokens(self._serving.engine)
-            for output in self._serving.engine.step():
+        engine = self._serving.engine
+        has_work = engine.has_unfinished()
+        if has_work or engine.is_shared:
+            self._note_tokens(engine)
+            for output in engine.step():
                 self._take(self._serving, output)
-            self._stats = self._serving.engine.stats()  # the engine is this loop's alone: others read this
+            self._stats = engine.stats()  # the engine is this loop's alone: others read this
             self._journal()
         if time.monotonic() - self._synced_at > _SYNC_INTERVAL_S:
             self._synced_at = time.monotonic()
             for run in self._leases:
                 self._submit(self._syncer, run.journal.sync)
-        return has_work
+        return has_work or engine.is_group_busy
 
     def _open_leases(self) -> None:
         while self._new_leases and not self._is_stopped:
@@ -212,7 +222,8 @@ class RankWorker:
             if (run.lease.is_of_suspects and num_waiting) or not self._may_begin(serving, run):
                 break  # nothing passes a suspect by: it would have to wait for the more
             # While nothing runs, nothing is held up, and a step that is not full costs more than the wait.
-            may_wait = stats.num_running == 0 or run.lease.is_of_suspects
+            is_idle = stats.num_running == 0 and not serving.engine.is_group_busy
+            may_wait = is_idle or run.lease.is_of_suspects
             added = self._try_add_row(serving, run, may_wait=may_wait)
             if added is None:
                 break
@@ -307,7 +318,8 @@ class RankWorker:
 
     @property
     def _is_over(self) -> bool:
-        return self._is_stopped or not (self._failure is self._refused is self._broken is None)
+        ends = (self._failure, self._refused, self._broken)
+        return self._is_stopped or any(end is not None for end in ends)
 
     @property
     def _is_hungry(self) -> bool:
@@ -385,7 +397,8 @@ class RankWorker:
             elif isinstance(error, OSError) and error.errno in _UNWRITABLE:
                 self._broken = f"the output cannot be written: {error}"
             else:
-                self._failure = self._failure or text
+                kind = PeerLost if isinstance(error, PeerLost) else EngineDead
+                self._failure = self._failure or kind(text)
         self._tell()
 
     def _tell(self) -> None:

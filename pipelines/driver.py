@@ -12,7 +12,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,20 +25,27 @@ from pipelines.ledger import Lease, LeaseReport, Ledger
 from pipelines.manifest import OutputFolder, Tally
 from pipelines.metrics import MetricsListener, RowCounts, RunWatch
 from pipelines.plan import Plan
+from pipelines.replicas import Replicas
 from pipelines.report import RunRecord, read_status
 from pipelines.report_page import write_reports
 from pipelines.row_costs import RowCosts, estimate_costs
 from pipelines.schema import FinishedRow
-from pipelines.sink import JournalWriter, read_journal_state, read_lease_state, read_shard_state
+from pipelines.sink import (
+    JournalState,
+    JournalWriter,
+    read_journal_state,
+    read_lease_state,
+    read_shard_state,
+)
 from pipelines.source import RowReader
 
 logger = logging.getLogger(__name__)
 
 MAX_BARREN_DEATHS = 3
-"""A slot whose rank died so often in a row without finishing a row is given up."""
+"""A replica that died so often in a row without finishing a row is given up."""
 
 MAX_DEATHS_OF_SUSPECTS = 8
-"""The same of ranks that were given suspects, where a row may be to blame."""
+"""The same of replicas that were given suspects, where a row may be to blame."""
 
 _CRASH = (
     "ranks died again and again with this row in flight, at last where one had died with it before, or with "
@@ -98,18 +105,23 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class RankDied:
-    """A rank is gone, or its engine is dead."""
+    """A rank is gone, or its engine is dead; ``has_lost_peer``: only because another of its replica is."""
 
     reason: str
+    has_lost_peer: bool = False
 
 
 class Fleet(Protocol):
-    """The ranks, by slot. One exchange is under way with a started rank at any time, or none."""
+    """The ranks, by slot. One exchange is under way with a started rank at any time, or none.
+
+    Ranks of a replica (``pipelines.replicas``) are started one after the other, the first first.
+    """
 
     num_slots: int
+    ranks_per_replica: int
 
     def has_place(self, slot: int) -> bool:
-        """Whether there is room for the rank of a slot now; once asked, room is looked for."""
+        """Whether there is room for the replica of a slot now; once asked, room is looked for."""
 
     def start(self, slot: int) -> None:
         """Start the rank of a slot, which has a place, and its first exchange, which carries no orders."""
@@ -204,6 +216,7 @@ class Driver:
         )
         self._record.save(folder)  # before the journals are read: a killed run is no longer the one at work
         self._slots = [_Slot() for _ in range(fleet.num_slots)]
+        self._replicas = Replicas(fleet.ranks_per_replica)
         self._min_ranks, self._place_timeout_s = min_ranks, place_timeout_s
         self._enough_at = time.monotonic()
         self._shards = plan.shards if shards is None else plan.shards[shards.start : shards.stop]
@@ -304,8 +317,10 @@ class Driver:
             if self._is_time_to_estimate:
                 self._estimate_costs()
             for slot, event in self._fleet.wait(_WAIT_S):
+                if not self._slots[slot].is_live:
+                    continue  # another rank of its replica, which came back at once with it, has ended it
                 if isinstance(event, RankDied):
-                    self._bury(slot, event.reason)
+                    self._take_death(slot, event)
                 else:
                     self._collect(slot, event)
                     if self._num_shards_left and not self._slots[slot].is_stopped:
@@ -388,7 +403,9 @@ class Driver:
         state.publishing.update(publish)
         if self._stop is StopRequest.DRAIN:
             return Orders(drain=True, publish=publish)
-        state.is_preparing = self._ledger.num_unleased > 0
+        # No rank of a replica is ready before all are.
+        is_awaited = any(self._slots[mate].is_preparing for mate in self._replicas.slots_of(slot))
+        state.is_preparing = is_awaited or self._ledger.num_unleased > 0
         leases = self._lease(slot) if state.capacity and self._has_costs else ()
         return Orders(prepare=state.is_preparing, leases=leases, publish=publish)
 
@@ -431,27 +448,80 @@ class Driver:
         self._ledger.set_costs(costs, num_lanes=self._num_lanes)
         self._has_costs = True
 
-    def _bury(self, slot: int, reason: str) -> None:
-        """A rank died: learn from its journals what it had done, and give the rest to others."""
+    def _take_death(self, slot: int, death: RankDied) -> None:
+        if death.has_lost_peer:
+            logger.warning("rank %d lost another rank of its replica: %s", slot, death.reason)
+            self._replicas.note_lost_peer(slot, time.monotonic())
+        else:
+            self._bury_replica(slot, [slot], death.reason)
+
+    def _bury_replica(self, slot: int, culprits: Sequence[int], reason: str) -> None:
+        """A replica ends with one of its ranks: only rows in flight on ``culprits`` are suspects."""
+        mates = self._replicas.slots_of(slot)
+        states = [self._slots[mate] for mate in mates]
+        for mate in mates:
+            self._fleet.kill(mate)
+        self._replicas.forget(slot)
+        leases = {mate: self._ledger.leases_of(mate) for mate in mates}
+        found = {
+            lease.lease_id: read_lease_state(
+                self._plan, self._folder.journal_file(lease.shard_index, self._run, lease.lease_id)
+            )
+            for own in leases.values()
+            for lease in own
+        }
+        num_suspects = sum(len(found[lease.lease_id].suspects) for mate in culprits for lease in leases[mate])
+        # Where nobody knows which rank it was, no row is to blame but one that was alone on all of them.
+        may_blame = len(culprits) == 1 or num_suspects == 1
+        # A replica that was given nothing says little of its slots.
+        is_ready = all(state.capacity for state in states)
+        is_barren = not any(state.has_finished_rows for state in states) and (bool(found) or not is_ready)
+        is_barren &= not any(journaled.finished for journaled in found.values())
+        for mate in mates:
+            is_culprit = mate in culprits
+            told = reason if is_culprit or not culprits else f"rank {culprits[0]} of its replica died"
+            self._bury(mate, told, found, is_culprit=is_culprit, may_blame=may_blame)
+        has_suspects = any(lease.is_of_suspects for own in leases.values() for lease in own)
+        for state in states:
+            if not is_barren:
+                state.num_barren_deaths = state.num_deaths_of_suspects = 0
+            elif has_suspects:
+                state.num_deaths_of_suspects += 1
+            else:
+                state.num_barren_deaths += 1
+        if any(
+            state.num_barren_deaths >= MAX_BARREN_DEATHS
+            or state.num_deaths_of_suspects >= MAX_DEATHS_OF_SUSPECTS
+            for state in states
+        ):
+            logger.error("rank %d died again and again without finishing a row: given up", slot)
+            for state in states:
+                state.is_given_up = True
+            if all(other.is_given_up for other in self._slots):
+                raise JobFailed(f"no rank is left; the last one died of: {reason}")
+
+    def _bury(
+        self,
+        slot: int,
+        reason: str,
+        found: Mapping[int, JournalState],
+        *,
+        is_culprit: bool,
+        may_blame: bool,
+    ) -> None:
+        """Learn from the journals of a dead rank's leases what it had done, and give the rest to others."""
         logger.warning("rank %d died: %s", slot, reason)
         state = self._slots[slot]
-        self._fleet.kill(slot)
-        leases = self._ledger.leases_of(slot)
-        # A rank that was given nothing says little of its slot.
-        is_barren = not state.has_finished_rows and (bool(leases) or not state.capacity)
         state.is_live, state.capacity, state.device = False, 0, ""
         state.lost_at = time.monotonic()
         self._watch.lose_rank(slot, node=state.node, reason=reason)
         self._watch.save()  # before its rows are marked by it
-        found = {
-            one.lease_id: read_lease_state(
-                self._plan, self._folder.journal_file(one.shard_index, self._run, one.lease_id)
-            )
-            for one in leases
-        }
-        is_barren &= not any(one.finished for one in found.values())
-        self._watch.note_rows_lost(slot, sum(len(one.suspects) for one in found.values()))
-        guilty = self._ledger.lose_rank(slot, found)
+        leases = self._ledger.leases_of(slot)
+        self._watch.note_rows_lost(slot, sum(len(found[lease.lease_id].suspects) for lease in leases))
+        if not is_culprit:
+            for lease in leases:
+                found[lease.lease_id].started.clear()
+        guilty = self._ledger.lose_rank(slot, found, may_blame=may_blame)
         if guilty is None:
             for lease in leases:
                 self._deaths.add(lease.shard_index, found[lease.lease_id].tokens_of_suspects)
@@ -459,20 +529,6 @@ class Driver:
             self._quarantine(*guilty)
         self._to_publish += sorted(state.publishing) + self._ledger.take_complete()
         state.publishing.clear()
-        if not is_barren:
-            state.num_barren_deaths = state.num_deaths_of_suspects = 0
-        elif any(lease.is_of_suspects for lease in leases):
-            state.num_deaths_of_suspects += 1
-        else:
-            state.num_barren_deaths += 1
-        if (
-            state.num_barren_deaths >= MAX_BARREN_DEATHS
-            or state.num_deaths_of_suspects >= MAX_DEATHS_OF_SUSPECTS
-        ):
-            logger.error("rank %d died again and again without finishing a row: given up", slot)
-            state.is_given_up = True
-            if all(other.is_given_up for other in self._slots):
-                raise JobFailed(f"no rank is left; the last one died of: {reason}")
 
     def _quarantine(self, lease: Lease, row: int) -> None:
         shard = self._plan.shards[lease.shard_index]
@@ -487,8 +543,13 @@ class Driver:
         now = time.monotonic()
         for slot, state in enumerate(self._slots):
             limit_s = self._stall_timeout_s if state.capacity else self._start_timeout_s
-            if state.is_live and now - state.moved_at > limit_s:
-                self._bury(slot, f"its loop stood still for {limit_s:.0f} s")
+            silent = self._replicas.silent_slots(slot, now)
+            if silent is not None:
+                self._bury_replica(slot, silent, "the ranks of its replica lost it, or each other")
+            elif state.is_live and now - state.moved_at > limit_s:
+                mates = [(mate, self._slots[mate]) for mate in self._replicas.slots_of(slot)]
+                still = [mate for mate, other in mates if now - other.moved_at > limit_s]
+                self._bury_replica(slot, still, f"its loop stood still for {limit_s:.0f} s")
 
     def _has_stopped(self) -> bool:
         live = [state for state in self._slots if state.is_live]

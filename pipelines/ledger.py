@@ -289,12 +289,14 @@ class Ledger:
         num_read = max(held.num_read, num_ok + num_error)
         self.record(LeaseReport(lease_id=lease_id, num_read=num_read, num_ok=num_ok, num_error=num_error))
 
-    def lose_rank(self, slot: int, states: Mapping[int, JournalState]) -> tuple[Lease, int] | None:
+    def lose_rank(
+        self, slot: int, states: Mapping[int, JournalState], *, may_blame: bool = True
+    ) -> tuple[Lease, int] | None:
         """The rank of ``slot`` died, leaving journals that say ``states``, one for each lease that it held.
 
         Finished rows stay finished, untouched ones can be leased again. If the death is the doing of one
         row, its lease and it are returned: the caller journals an error row for it and calls
-        ``quarantine``. Otherwise started rows become suspects.
+        ``quarantine``. Otherwise, and without ``may_blame``, started rows become suspects.
         """
         lost = [held for held in self._held.values() if held.slot == slot]
         in_flight = {
@@ -302,7 +304,7 @@ class Ledger:
             for held in lost
             for row, num_tokens in states[held.lease.lease_id].tokens_of_suspects.items()
         }
-        culprit = self._suspects.find_culprit(in_flight)
+        culprit = self._suspects.find_culprit(in_flight) if may_blame else None
         if culprit is None:
             self._suspects.note_death(in_flight, slot)
         found: tuple[Lease, int] | None = None

@@ -128,6 +128,14 @@ class FakeEngine:
         return bool(self._waiting or self._running)
 
     @property
+    def is_shared(self) -> bool:
+        return False
+
+    @property
+    def is_group_busy(self) -> bool:
+        return False
+
+    @property
     def resolved(self) -> ResolvedConfig:
         config = self._config
         return ResolvedConfig(

@@ -103,12 +103,13 @@ class InProcessFleet:
         num_slots: int,
         *,
         capacity: int = 4,
+        ranks_per_replica: int = 1,
         make_engine: EngineMaker | None = None,
         renderer: Renderer | None = None,
         random_: random.Random | None = None,
         chance: float = 0.0,
     ) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self.ranks_per_replica = num_slots, ranks_per_replica
         self.workers: dict[int, RankWorker] = {}
         self.num_started = 0
         self.num_deaths = 0

@@ -84,7 +84,9 @@ def violations(path: str, source: str) -> list[str]:
         top = name.split(".")[0]
         if top in OURS and top not in MAY_IMPORT[folder]:
             found.append(f"{folder} may not import {name}")
-        is_the_builder = path in BUILDS_ENGINES and name.startswith(("engine.llm_engine", "engine.device"))
+        is_the_builder = path in BUILDS_ENGINES and name.startswith(
+            ("engine.llm_engine", "engine.device", "engine.parallel")
+        )
         if top == "engine" and is_driver_side and not is_public(name) and not is_the_builder:
             found.append(f"{folder} knows the engine by its public face, not {name}")
         if top in DEVICE_LIBRARIES and is_driver_side:

@@ -28,6 +28,7 @@ from tests.conftest import ROOT
 from tests.marked_processes import marked_processes
 from tests.small_jobs import make_plan, random_prompts, start_run, write_prompts
 
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 TINY = ROOT / "tests" / "data" / "tiny"
 
 
@@ -162,8 +163,7 @@ def test_a_ray_of_our_own_listens_on_the_loopback_alone(tmp_path: Path) -> None:
             time.sleep(0.1)
         found = listening(marked_processes(mark))
         assert found, "Ray listens somewhere"
-        loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-        assert found.keys() <= loopback, found
+        assert found.keys() <= LOOPBACK, found
     finally:
         driver.send_signal(signal.SIGTERM)
         assert driver.wait(60) in (0, 75)

@@ -19,7 +19,7 @@ import pytest
 
 from engine.api import Request, SamplingParams
 from engine.config import EngineConfig, ReplicaPlace
-from engine.errors import ConfigError, EngineDead
+from engine.errors import ConfigError, EngineDead, PeerLost
 from engine.llm_engine import LLMEngine
 from engine.parallel import ExpertGroup, host_rendezvous
 from tests.conftest import ROOT
@@ -185,7 +185,7 @@ def test_a_rank_killed_in_mid_step_ends_it_for_all_within_seconds(
     answers = started[0].answers(num_ranks - 1)
     assert time.monotonic() - died_at < WAIT_S / 4, "told by the connection, not by the timeout"
     assert sorted(answers) == [rank for rank in range(num_ranks) if rank != 1]
-    assert all(type(answer) is EngineDead for answer in answers.values())
+    assert all(type(answer) is PeerLost for answer in answers.values())
 
 
 def test_ranks_of_other_settings_are_refused(started: list[Ranks]) -> None:
@@ -203,7 +203,7 @@ def test_a_rank_that_nobody_joins_is_dead_and_experts_are_split_evenly() -> None
     lonely = ReplicaPlace(
         rank=1, num_ranks=2, host="127.0.0.1", port=rendezvous.port, start_timeout_s=0.2, timeout_s=WAIT_S
     )
-    with pytest.raises(EngineDead, match="did not find each other"):
+    with pytest.raises(PeerLost, match="did not find each other"):
         LLMEngine.build(EngineConfig(**settings_of(MODELS["tiny"])), lonely)
     with pytest.raises(ValueError, match=r"rank must lie in 0\.\.1"):
         ReplicaPlace(rank=2, num_ranks=2, host="", port=1)

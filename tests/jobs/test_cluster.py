@@ -65,6 +65,22 @@ def test_refusals_come_before_anything_is_written(tmp_path: Path, make_job: Any)
     refused(tmp_path, make_job(), "which is not this job's")
 
 
+def test_replicas_that_cannot_be_are_refused_before_anything_is_written(
+    tmp_path: Path, make_job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seven = "cluster.ranks_per_replica is 7, but the model's 12 experts a layer cannot be split evenly"
+    refused(tmp_path, make_job("cluster.ranks_per_replica=7"), seven)
+    nodes = [{"Alive": True, "Resources": {"CPU": 9.0, "GPU": gpus}} for gpus in (3.0, 5.0)]
+    nodes.append({"Alive": False, "Resources": {"CPU": 9.0, "GPU": 8.0}})
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 18.0, "GPU": 8.0})
+    eight = make_job("cluster.ranks_per_replica=4", "cluster.num_ranks=8", "engine.device=cuda")
+    refused(tmp_path, eight, "each replica needs 4 GPUs on one node, and the cluster has room for 1 of 2")
+    anywhere = make_job("cluster.ranks_per_replica=6", "engine.device=cuda")
+    refused(tmp_path, anywhere, "each replica needs 6 GPUs on one node, and the cluster has room for 0 of 1")
+
+
 def exit_as_ray_does(number: int, frame: object) -> None:
     sys.exit(number)
 

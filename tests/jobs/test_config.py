@@ -162,3 +162,12 @@ def test_the_example_job_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path(job.model.path, "config.json").is_file()
     assert Path(job.input.path).is_file()
     assert job.cluster.num_ranks == 2
+
+
+@pytest.mark.parametrize("name", ["num_ranks", "min_ranks", "max_ranks"])
+def test_ranks_are_counted_in_whole_replicas(name: str) -> None:
+    message = refusal("cluster.ranks_per_replica=4", "cluster.max_ranks=8", f"cluster.{name}=6")
+    if name == "num_ranks":
+        message = refusal("cluster.ranks_per_replica=4", "cluster.num_ranks=6")
+    assert message == f"cluster: {name} is 6, no multiple of ranks_per_replica, 4"
+    assert load_job(None, ["cluster.ranks_per_replica=4"], PATHS).cluster.num_ranks == 0

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from engine import ConfigError
 from jobs import cli
 from jobs.config import load_job
 from jobs.plan_report import JobForecast, forecast_job, format_forecast
@@ -125,3 +126,39 @@ def test_a_column_that_is_all_but_a_parameter_is_pointed_out(
     (record,) = caplog.records
     assert "'temprature'" in record.getMessage()
     assert "'temperature'" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ([], "layout: a rank for every GPU, or one on the CPU, with all 12 experts of a layer on each"),
+        (["num_ranks=1"], "layout: 1 rank, with all 12 experts of a layer on each"),
+        (
+            ["ranks_per_replica=4", "num_ranks=8"],
+            "layout: 2 replicas of 4 ranks of one node, with 3 of a layer's 12 experts on each rank",
+        ),
+        (
+            ["ranks_per_replica=2", "max_ranks=2", "replica_spans_nodes=true"],
+            "layout: up to 1 replica of 2 ranks, with 6 of a layer's 12 experts on each rank",
+        ),
+        (
+            ["ranks_per_replica=3"],
+            "layout: as many replicas as there is room for, each of 3 ranks of one node, with 4 of a layer's 12 "
+            "experts on each rank",
+        ),
+    ],
+)
+def test_the_layout_is_told(tmp_path: Path, settings: list[str], line: str) -> None:
+    write(tmp_path, [[1, 2]])
+    found = forecast(tmp_path, *(f"cluster.{setting}" for setting in settings), tokens_per_s=1)
+    assert line in format_forecast(found).splitlines()
+    assert found.most_seconds == pytest.approx(found.num_ranks**-1 * (2 + found.facts.most_output_tokens))
+
+
+def test_a_ranks_memory_is_that_of_its_share_of_the_experts(tmp_path: Path) -> None:
+    write(tmp_path, [[1, 2]])
+    alone, shared = forecast(tmp_path).memory, forecast(tmp_path, "cluster.ranks_per_replica=4").memory
+    assert shared.num_weight_bytes < alone.num_weight_bytes
+    assert shared.num_scratch_bytes > alone.num_scratch_bytes, "all ranks' rows pass through each"
+    with pytest.raises(ConfigError, match="12 experts a layer cannot be split evenly among so many"):
+        forecast(tmp_path, "cluster.ranks_per_replica=5")

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from engine import ConfigError, EngineConfig, EngineDead, Request, RequestOutput, SamplingParams
+from engine import (
+    ConfigError,
+    EngineConfig,
+    EngineDead,
+    PeerLost,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from jobs.worker import RankWorker, Serving
 from pipelines.driver import Orders, RankReport
 from pipelines.ledger import Lease
@@ -332,3 +340,44 @@ def test_the_loop_and_the_exchange_run_side_by_side(tmp_path: Path) -> None:
         thread.join(10)
         assert not thread.is_alive()
     check_answers(read_output(rank.folder.path), prompts)
+
+
+class SharedEngine(FakeEngine):
+    """One of a group: others are at work while ``others_work``, until one of them is lost."""
+
+    others_work = True
+    is_lost = False
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+    @property
+    def is_group_busy(self) -> bool:
+        return self.others_work
+
+    def step(self) -> list[RequestOutput]:
+        if self.is_lost:
+            raise PeerLost("another rank is gone")
+        return super().step()
+
+
+def test_a_rank_without_rows_steps_with_its_group(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, random_prompts(random.Random(5), 8))
+    rank.engine = engine = SharedEngine(CONFIG)
+    rank.exchange(prepare=True)
+    assert [rank.worker.turn() for _ in range(3)] == [True] * 3
+    engine.others_work = False
+    assert not rank.worker.turn(), "all of the group are idle"
+    rank.exchange(leases=(lease(1, (0, 8)),))
+    while engine.has_unfinished() or engine.num_steps < 5:
+        rank.worker.turn()
+    rank.exchange(drain=True)
+    num_steps = engine.num_steps
+    rank.worker.turn()
+    assert rank.exchange().is_drained
+    assert engine.num_steps == num_steps + 1, "others may need this rank's experts still"
+    engine.is_lost = True
+    rank.worker.turn()
+    with pytest.raises(PeerLost, match="another rank is gone"):
+        rank.exchange()

@@ -60,6 +60,25 @@ def test_many_nodes_an_array_and_further_options(capsys: pytest.CaptureFixture[s
     assert run.endswith('--slice "$SLURM_ARRAY_TASK_ID/5" "${until[@]}" &')
 
 
+@pytest.mark.parametrize(
+    ("gpus_per_node", "settings", "most"),
+    [(8, (), 16), (6, (), 8), (6, ("cluster.replica_spans_nodes=true",), 12), (0, (), 8)],
+)
+def test_ranks_of_many_nodes_are_whole_replicas(
+    capsys: pytest.CaptureFixture[str], gpus_per_node: int, settings: tuple[str, ...], most: int
+) -> None:
+    flags = ["--nodes", "2", "--gpus-per-node", str(gpus_per_node), "--time", "8h"]
+    for setting in ("cluster.ranks_per_replica=4", "cluster.num_ranks=0", *settings):
+        flags += ["--set", setting]
+    assert f"--set cluster.max_ranks={most}" in script(capsys, *flags)
+
+
+def test_a_replica_that_no_node_can_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--nodes", "2", "--gpus-per-node", "2", "--time", "8h", "--set", "cluster.num_ranks=0"]
+    assert cli.batch_generate(["slurm", EXAMPLE, *flags, "--set", "cluster.ranks_per_replica=4"]) == 2
+    assert "a replica of 4 ranks has no room" in capsys.readouterr().err
+
+
 def test_a_job_that_is_wrong_is_no_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.batch_generate(["slurm", EXAMPLE, "--time", "8h", "--set", "sampling.temprature=1"]) == 2
     assert capsys.readouterr().out == ""

@@ -151,7 +151,7 @@ class _Fleet:
     """Ranks in processes, as ``pipelines.driver.Fleet`` asks for."""
 
     def __init__(self, spec: JobSpec, run: int, socket: str, parent: Connection) -> None:
-        self.num_slots = spec.num_ranks
+        self.num_slots, self.ranks_per_replica = spec.num_ranks, 1
         self._spec, self._run, self._socket, self._parent = spec, run, socket, parent
         self._ranks: dict[int, tuple[Connection, int]] = {}
         self._lost: list[int] = []
