@@ -17,7 +17,7 @@ import ray
 
 from engine import ConfigError
 from jobs.config import ClusterSection, JobConfig
-from jobs.reaper import MARK, Reaper
+from jobs.reaper import Reaper
 from jobs.stop_signals import StopSignals
 from pipelines.driver import JobFailed, StopRequest
 
@@ -49,7 +49,7 @@ def connected(address: str, job: JobConfig, signals: StopSignals) -> Iterator[Pl
     cluster = job.cluster
     wanted = max(cluster.num_ranks, cluster.max_ranks or 0, cluster.ranks_per_replica)
     reaper = Reaper()
-    os.environ[MARK] = reaper.mark
+    os.environ |= reaper.environment
     try:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         own = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
@@ -60,7 +60,8 @@ def connected(address: str, job: JobConfig, signals: StopSignals) -> Iterator[Pl
         if signals.requested is not StopRequest.NOW:
             ray.shutdown()
             reaper.close()
-        del os.environ[MARK]
+        for name in reaper.environment:
+            os.environ.pop(name, None)
 
 
 def _init_ray(signals: StopSignals, address: str, **options: Any) -> None:

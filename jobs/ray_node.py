@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from jobs.reaper import MARK, Reaper
+from jobs.reaper import Reaper
 
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest: no row goes through it
 _PATIENCE_S = 300.0
@@ -57,9 +57,8 @@ def _run(command: Sequence[str], address_file: Path | None) -> int:
     reaper = Reaper()
     try:
         # Ray's own words of welcome tell how to join and to stop by hand, which is not how this one is used.
-        node = subprocess.Popen(
-            command, env={**os.environ, MARK: reaper.mark}, stdout=subprocess.DEVNULL, start_new_session=True
-        )
+        environment = {**os.environ, **reaper.environment}
+        node = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
         if address_file is not None:
             _write_address(node, address_file)
         return node.wait()

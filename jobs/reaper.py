@@ -19,6 +19,9 @@ from pathlib import Path
 MARK = "OVERNIGHT_RAY"
 """The environment variable that our Ray's processes inherit, and one job's alone."""
 
+KEEPS_ENVIRONMENT = {"SPT_NOENV": "1"}
+"""Unless this is set, Ray's agents write their titles over the environment that they were started with."""
+
 _PATIENCE_S = 20.0
 _NUM_EMPTY_LOOKS = 5
 """Looks in a row that find nothing before nothing is there: a process in the middle of an exec shows no
@@ -30,6 +33,8 @@ class Reaper:
 
     def __init__(self) -> None:
         self.mark = uuid.uuid4().hex
+        self.environment = {MARK: self.mark, **KEEPS_ENVIRONMENT}
+        """What every process that is to be ended has to be started with."""
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         self._process = subprocess.Popen(
             [sys.executable, "-I", __file__, self.mark],

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from jobs.reaper import MARK, reap
+from jobs.reaper import KEEPS_ENVIRONMENT, MARK, reap
 from tests.conftest import ROOT
 from tests.marked_processes import marked_processes
 
@@ -64,7 +64,7 @@ class RayCluster:
             ]
         log = open(self._temporary / f"node-{len(self._nodes)}.log", "wb")  # noqa: SIM115 (the node's)
         with log:
-            environment = {**self.environment, MARK: node_mark}
+            environment = {**self.environment, MARK: node_mark, **KEEPS_ENVIRONMENT}
             node = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=self._temporary)
         self._nodes.append((node, node_mark))
         self._wait(lambda: b"Ray runtime started" in Path(log.name).read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -131,6 +132,35 @@ def test_a_stopped_job_says_75_and_goes_on_when_run_again(
     assert job.run() == 0
     check_answers(read_output(job.output), prompts)
     assert read_status(job.output).num_reused == stopped.num_ok
+
+
+def test_no_process_of_a_jobs_ray_hides_what_it_was_started_with(make_job: Callable[..., Job]) -> None:
+    """The watchdog knows them by it, and Ray's agents write their titles over it unless they are told not to."""
+    job = make_job()
+    write_prompts(job.input / "in.parquet", random_prompts(random.Random(8), 300))
+    driver = job.start()
+    job.wait_until(lambda status: status.num_ok > 0)
+    started = descendants(driver.pid)
+    assert len(started) > 5
+    inherited = {name.encode() for name in os.environ} - {b"RAY_ADDRESS"}
+    for pid in started:
+        found = {item.partition(b"=")[0] for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
+        assert inherited <= found, Path(f"/proc/{pid}/cmdline").read_bytes()
+    driver.kill()
+    driver.wait()
+    assert job.is_gone()
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process started, and those that they did."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for parent in found:
+        found += [child for child, its in parents.items() if its == parent]
+    return found[1:]
 
 
 def test_a_job_with_a_time_limit_stops_before_it_and_goes_on_when_run_again(
