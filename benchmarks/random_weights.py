@@ -37,10 +37,12 @@ class RandomWeights(WeightReader):
         device: torch.device,
         keeps_quantised: bool = False,
         router_factor: int = 1,
+        local_experts: range | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = device
         self.keeps_quantised = keeps_quantised
+        self.local_experts = local_experts
         self._router_factor = router_factor
         self._widths: dict[str, int] = {}
 

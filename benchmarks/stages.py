@@ -26,6 +26,7 @@ from engine.layers.attention import Attention
 from engine.layers.engram import Engram
 from engine.layers.moe import MoE
 from engine.layers.ops import Ops
+from engine.parallel import ExpertGroup
 
 STAGES = (
     "indexer scoring",
@@ -35,11 +36,17 @@ STAGES = (
     "MoE",
     "hyper-connections and norms",
     "engram",
+    "traffic between ranks",
     "rest",
     "gaps",
 )
 _MARK = "stage: "
-_SCOPES = {Attention: "other attention", MoE: "MoE", Engram: "engram"}
+_SCOPES = (
+    (Attention, "__call__", "other attention"),
+    (MoE, "__call__", "MoE"),
+    (Engram, "__call__", "engram"),
+    (ExpertGroup, "swap", "traffic between ranks"),
+)
 _OPS = {
     "select_entries": "selection",
     "paged_sparse_attention": "attention core",
@@ -49,7 +56,10 @@ _OPS = {
     "expand_streams": "hyper-connections and norms",
     "collapse_norm": "hyper-connections and norms",
 }
-_KERNELS = ((re.compile(r"^(score_|unpack_queries|unpack_keys)"), "indexer scoring"),)
+_KERNELS = (
+    (re.compile(r"^(score_|unpack_queries|unpack_keys)"), "indexer scoring"),
+    (re.compile(r"^ncclDevKernel"), "traffic between ranks"),
+)
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
 
@@ -78,8 +88,8 @@ class StageMarks:
     def recording(self) -> Iterator[None]:
         """Marks are written, those of whole layers too."""
         with contextlib.ExitStack() as stack:
-            for owner, stage in _SCOPES.items():
-                stack.enter_context(patch.object(owner, "__call__", self._marked(owner.__call__, stage)))
+            for owner, method, stage in _SCOPES:
+                stack.enter_context(patch.object(owner, method, self._marked(getattr(owner, method), stage)))
             self._is_recording = True
             stack.callback(setattr, self, "_is_recording", False)
             yield

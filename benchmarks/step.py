@@ -1,7 +1,8 @@
 """The shared workload: one prefill step of 4,096 new tokens at the end of a context of 131,072.
 
 One rank of an expert-parallel group is simulated on one device, with random weights in the release's formats
-and a cache full of random entries. Prints tokens a second, the mean step, peak memory, a table of stages
+and a cache full of random entries; or, with ``--ranks``, so many ranks run on as many devices, and the first
+one's step is told. Prints tokens a second, the mean step, peak memory, a table of stages
 beside the least time each can take on an H200, and hashes of tokens, of every layer's output and of the
 cache.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import resource
 import statistics
 import time
@@ -25,9 +28,12 @@ from benchmarks.floors import FORMULAS, stage_floors_ms
 from benchmarks.model_dims import DIMS, num_buckets
 from benchmarks.stages import STAGES, StageMarks, Times, by_stage, measure_stages
 from benchmarks.step_rank import SimulatedRank, Workload
+from engine.config import ReplicaPlace
+from engine.parallel import host_rendezvous
 
 PROFILED_STEPS = 2
 TOP_KERNELS = 15
+_BUILD_S, _STEP_S = 600.0, 300.0  # that long a rank waits for another: kernels are compiled in the first step
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +51,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--group", type=int, default=4, help="ranks that share the experts; one is simulated (4)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="above 1: so many ranks share the experts, each on a device (1)"
     )
     parser.add_argument("--activation-quantisation", choices=["row", "release", "none"], default="row")
     parser.add_argument("--kernel-impl", choices=["triton", "torch"], default="triton" if on_gpu else "torch")
@@ -73,7 +82,8 @@ def workload_of(args: argparse.Namespace) -> Workload:
     return Workload(
         dims=args.dims,
         num_layers=min(num_layers, needed),
-        num_ranks=args.group,
+        num_ranks=args.ranks if args.ranks > 1 else args.group,
+        is_real=args.ranks > 1,
         decoder=args.decoder,
         activations=args.activation_quantisation,
         dtype=args.dtype,
@@ -105,12 +115,14 @@ def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def measure(workload: Workload, num_steps: int, num_warm_up: int) -> tuple[SimulatedRank, dict[str, Any]]:
+def measure(
+    workload: Workload, num_steps: int, num_warm_up: int, place: ReplicaPlace | None = None
+) -> tuple[SimulatedRank, dict[str, Any]]:
     """Build the rank, hash a step, time steps, profile others. Returns the figures and hashes."""
     started = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     marks = StageMarks()
-    rank = SimulatedRank(workload, device, marks.mark_ops)
+    rank = SimulatedRank(workload, device, marks.mark_ops, place)
     synchronize()
     held_gib = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     built = time.perf_counter()
@@ -137,7 +149,58 @@ def measure(workload: Workload, num_steps: int, num_warm_up: int) -> tuple[Simul
     stages = by_stage(kernels)
     stages["gaps"] = max(0.0, figures["mean_step_ms"] - sum(stages.values()))
     figures |= {f"stage {stage} ms": stages.get(stage, 0.0) for stage in STAGES}
+    rank.leave()
     return rank, {"figures": figures, "kernels": top_kernels(kernels), "hashes": hashes}
+
+
+def measure_rank(
+    workload: Workload, num_steps: int, num_warm_up: int, place: ReplicaPlace | None = None
+) -> tuple[SimulatedRank, dict[str, Any]]:
+    """``measure`` in this process, on the device of its rank."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    return measure(workload, num_steps, num_warm_up, place)
+
+
+def measure_group(
+    workload: Workload, num_steps: int, num_warm_up: int
+) -> tuple[SimulatedRank, dict[str, Any]]:
+    """``measure`` on all ranks at once, the first of which is this process. All run the same steps."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ[name] = "lo"
+    rendezvous = host_rendezvous("127.0.0.1")
+    places = [
+        ReplicaPlace(
+            rank=rank,
+            num_ranks=workload.num_ranks,
+            host="127.0.0.1",
+            port=rendezvous.port,
+            start_timeout_s=_BUILD_S,
+            timeout_s=_STEP_S,
+        )
+        for rank in range(workload.num_ranks)
+    ]
+    spawn = multiprocessing.get_context("spawn")
+    others = [
+        spawn.Process(target=measure_beside, args=(workload, num_steps, num_warm_up, place), daemon=True)
+        for place in places[1:]
+    ]
+    try:
+        for process in others:
+            process.start()
+        return measure_rank(workload, num_steps, num_warm_up, places[0])
+    finally:
+        for process in others:
+            process.kill()
+            process.join()
+
+
+def measure_beside(workload: Workload, num_steps: int, num_warm_up: int, place: ReplicaPlace) -> None:
+    """Another rank, on a device of its own; what it measures is its own business."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else list(map(str, range(place.num_ranks)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices[place.rank]  # before anything looks for a device
+    measure_rank(workload, num_steps, num_warm_up, place)
 
 
 def top_kernels(kernels: Times) -> dict[str, float]:
@@ -155,9 +218,11 @@ def print_report(rank: SimulatedRank, figures: dict[str, float]) -> None:
     behind = f", and layer {last}'s entries and keys" if workload.decoder == "mid" else ""
     cut = "" if workload.decoder == "mid" or last == all_layers else f" of {all_layers} (CUT)"
     print(f"{rank.num_new} new tokens at context {rank.context}; layers 0-{last - 1}{cut}{behind}")
+    num_experts = dims.text["n_routed_experts"]
+    kind = "with its rows and theirs" if workload.is_real else "simulated: no traffic between ranks"
     print(
-        f"one of {workload.num_ranks} ranks: {config.n_routed_experts} of {dims.text['n_routed_experts']} "
-        f"experts, {rank.num_new * config.num_experts_per_tok} (row, slot) pairs, no traffic between ranks"
+        f"one of {workload.num_ranks} ranks, {kind}: {num_experts // workload.num_ranks} of {num_experts} "
+        f"experts, {rank.num_new * config.num_experts_per_tok} (row, slot) pairs"
     )
     print(
         f"n-gram tables cut to {dims.bucket_rows * num_buckets(dims.text):,} rows each, "
@@ -192,10 +257,11 @@ def main(arguments: list[str] | None = None) -> None:
         workload = workload_of(args)
     except ValueError as error:
         parser.error(str(error))
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)
     print(describe(), flush=True)
-    rank, result = measure(workload, args.steps, args.warm_up)
+    if workload.is_real:
+        rank, result = measure_group(workload, args.steps, args.warm_up)
+    else:
+        rank, result = measure_rank(workload, args.steps, args.warm_up)
     print_report(rank, result["figures"])
     for name, ms in result["kernels"].items():
         print(f"{name:92} {ms:9.3f} ms a step")

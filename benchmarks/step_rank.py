@@ -1,8 +1,9 @@
 """One rank of an expert-parallel group on one device, without files: random weights, a full cache, one chunk.
 
-It stands for a rank in the middle of a job: its share of the experts gets the rows that the whole group would
-send it, because the router chooses among all experts and their ids are folded onto the rank's own. It builds
-and runs; what is measured is the caller's.
+It stands for a rank in the middle of a job. Alone, its share of the experts gets the rows that the group
+would send it, because the router chooses among all experts and their ids are folded onto the rank's own. With
+a place in a real group it exchanges rows with the others. It builds and runs; what is measured is the
+caller's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.model_dims import DIMS, num_buckets, rank_config
 from benchmarks.random_weights import RandomWeights
 from engine.api import Request
 from engine.batch import BatchInputs
-from engine.config import KV_BLOCK_SIZE
+from engine.config import KV_BLOCK_SIZE, ReplicaPlace
 from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import ModelShape
 from engine.layers.linear import ActivationFormat
@@ -28,6 +29,7 @@ from engine.layers.ngrams import NgramTables
 from engine.layers.ops import Ops, build_ops
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
 from engine.models.deepseek_v41_config import DeepseekV41Config
+from engine.parallel import ExpertGroup
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from engine.sequence import Sequence
 from kernels.moe import Routes
@@ -42,11 +44,13 @@ class Workload:
 
     ``decoder`` "full": the chunk ends its prompt, every layer runs on every row. "mid": the chunk lies far
     from the prompt's end, so that layers behind the last KV source have no rows and that one only its keys.
+    ``is_real``: all ``num_ranks`` are there, each with a chunk of its own; else one stands for them.
     """
 
     dims: str = "flash"
     num_layers: int = 40
     num_ranks: int = 4
+    is_real: bool = False
     decoder: str = "full"
     activations: str = "row"
     dtype: str = "bfloat16"
@@ -58,12 +62,22 @@ class SimulatedRank:
     """The model, its cache, and ``step``."""
 
     def __init__(
-        self, workload: Workload, device: torch.device, change_ops: Callable[[Ops], Ops] = lambda ops: ops
+        self,
+        workload: Workload,
+        device: torch.device,
+        change_ops: Callable[[Ops], Ops] = lambda ops: ops,
+        place: ReplicaPlace | None = None,
     ) -> None:
         dims = DIMS[workload.dims]
         self.workload = workload
         self.device = device
-        self.config = rank_config(dims, num_layers=workload.num_layers, num_ranks=workload.num_ranks)
+        num_simulated = workload.num_ranks if place is None else 1
+        self.config = rank_config(dims, num_layers=workload.num_layers, num_ranks=num_simulated)
+        self._seed = workload.seed + (0 if place is None else place.rank)
+        self._group: ExpertGroup | None = None
+        if place is not None:
+            num_experts = self.config.n_routed_experts
+            self._group = ExpertGroup(place, num_experts=num_experts, num_layers=workload.num_layers)
         self.num_new, self.context = dims.num_new, dims.num_cached + dims.num_new
         dtype = getattr(torch, workload.dtype)
         self._shape = ModelShape(
@@ -73,12 +87,14 @@ class SimulatedRank:
         )
         self._tables = _ngram_tables(self.config, dims.bucket_rows, workload.seed)
         ops = change_ops(build_ops(workload.kernel_impl))
-        ops = replace(ops, route_tokens=fold_routes(ops.route_tokens, self.config.n_routed_experts))
+        if place is None:
+            ops = replace(ops, route_tokens=fold_routes(ops.route_tokens, self.config.n_routed_experts))
         weights = RandomWeights(
             dtype=dtype,
             device=device,
             keeps_quantised=ops.reads_quantised,
-            router_factor=workload.num_ranks,
+            router_factor=num_simulated,
+            local_experts=None if self._group is None else self._group.own_experts,
         )
         self._model = DeepseekV41Model(
             weights,
@@ -86,7 +102,10 @@ class SimulatedRank:
             self._tables if self.config.engram_layer_ids else None,
             activations=ActivationFormat(workload.activations, ops),
             ops=ops,
+            group=self._group,
         )
+        if self._group is not None:
+            self._group.connect(device, repr(workload))
         num_blocks = self.context // KV_BLOCK_SIZE
         self.cache = KVCache(
             CacheLayout(self.config, True, dtype),
@@ -106,7 +125,7 @@ class SimulatedRank:
 
     def reset(self) -> None:
         """The cache as the first step finds it: everything in it is drawn from the seed."""
-        generator = torch.Generator(self.device).manual_seed(self.workload.seed)
+        generator = torch.Generator(self.device).manual_seed(self._seed)
         head, index = self.config.head_dim, self.config.index_head_dim
         pools = [(pool, "entries", head) for pool in self.cache.entries.values()]
         pools += [(pool, "index_keys", index) for pool in self.cache.index_keys.values()]
@@ -122,7 +141,14 @@ class SimulatedRank:
     def step(self, trace: Trace | None = None) -> Tensor:
         """One step as the engine runs it, index tensors included; fp32 logits of the sampled rows."""
         batch = BatchInputs(self._batch, self._shape, self._tables, self.device, num_states=1)
+        if self._group is not None:
+            self._group.agree([layer.output_rows.num_padded for layer in batch.layers], has_work=True)
         return self._model.forward(batch, self.cache, trace)
+
+    def leave(self) -> None:
+        """No step will follow."""
+        if self._group is not None:
+            self._group.disconnect()
 
     def output_hashes(self) -> dict[str, str]:
         """Of each layer's attention output, routes and streams, in a step from a fresh cache."""
@@ -147,7 +173,7 @@ class SimulatedRank:
 
     def _chunk(self, num_blocks: int) -> ScheduledChunk:
         """The last rows of the context, its blocks scattered over the pool."""
-        rng = np.random.default_rng(self.workload.seed)
+        rng = np.random.default_rng(self._seed)
         ids = rng.integers(10, self.config.vocab_size, self.context).tolist()
         seq = Sequence.build(
             Request(request_id="chunk", prompt_token_ids=ids), sample_index=0, seq_id=0, max_model_len=1 << 20

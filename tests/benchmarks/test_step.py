@@ -48,6 +48,17 @@ def test_the_suite_ends_with_figures_and_hashes(capsys: pytest.CaptureFixture[st
     assert {"tokens", "logits", "cache  2 entries", "cache  4 index keys"} <= set(hashes)
 
 
+def test_ranks_that_share_the_experts_have_the_bits_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    hashes = []
+    for words in (["--group", "1"], ["--ranks", "2"]):
+        step.main(["--dims", "small", "--steps", "1", "--warm-up", "0", "--layers", "0-2", *words])
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        hashes.append(result["hashes"])
+    assert hashes[0] == hashes[1]
+    assert result["workload"]["is_real"]
+    assert result["figures"]["stage traffic between ranks ms"] > 0
+
+
 def test_hashes_follow_the_workload_alone() -> None:
     def hashes(**changes: object) -> dict[str, str]:
         rank = SimulatedRank(Workload(**{**SMALL, **changes}), CPU)
