@@ -57,7 +57,7 @@ _OPS = {
     "collapse_norm": "hyper-connections and norms",
 }
 _KERNELS = (
-    (re.compile(r"^(score_|unpack_queries|unpack_keys)"), "indexer scoring"),
+    (re.compile(r"^(score_|unpack_queries|relay_keys)"), "indexer scoring"),
     (re.compile(r"^ncclDevKernel"), "traffic between ranks"),
 )
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}

@@ -410,54 +410,66 @@ def score_rows_kernel(
 
 
 @triton.jit
-def unpack_keys_kernel(
-    pool_ptr, tables_ptr, codes_ptr, scales_ptr, wide_ptr,
+def relay_keys_kernel(
+    pool_ptr, tables_ptr, codes_ptr, words_ptr, wide_ptr,
     num_entries, stride_table,
     ENTRIES_PER_BLOCK: tl.constexpr, D: tl.constexpr, N: tl.constexpr, MAX_FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Every entry of a sequence's table: int8 codes, final scales (negative = wide), and whether any is wide.
+    """Every entry of a sequence's table as ``score_listed_kernel`` reads it, and whether any is wide.
 
-    Entries that nobody has stored yet give codes nobody reads; ``wide_ptr`` may then only be too careful.
+    Codes: bits 2 1 0 of a magnitude and its sign become bits 1 0 3 and 2; there is no negative zero. Words:
+    the final scale, the sign set where wide, and two bits of shift a group in the lowest byte. Entries that
+    nobody has stored yet give codes nobody reads; ``wide_ptr`` may then only be too careful.
     """
     sequence = tl.program_id(1).to(tl.int64)
     entries = tl.program_id(0) * N + tl.arange(0, N)
     mask = entries < num_entries
-    table = tables_ptr + sequence * stride_table
-    base = _key_bases(pool_ptr, table, entries, mask, ENTRIES_PER_BLOCK, D // 2 + D // 32)
-    codes, exponents, is_wide = _unpack_fp4(base, mask, N, D, MAX_FOLD)
+    base = _key_bases(
+        pool_ptr, tables_ptr + sequence * stride_table, entries, mask, ENTRIES_PER_BLOCK, D // 2 + D // 32
+    )
+    groups = tl.arange(0, D // 32)
+    where = base[:, None] + D // 2 + groups[None, :]
+    exponents = tl.load(where, mask=mask[:, None], other=127).to(tl.int32)
+    lowest, highest = tl.min(exponents, 1), tl.max(exponents, 1)
+    is_wide = highest - lowest > MAX_FOLD
+    shifts = tl.where(is_wide[:, None], 0, exponents - lowest[:, None])
+    scale = _power_of_two(tl.where(is_wide, highest, lowest)) * _SUM_UNIT
+    word = scale.to(tl.int32, bitcast=True) | tl.sum(shifts << (2 * groups[None, :]), 1)
     number = sequence * num_entries + entries
-    tl.store(codes_ptr + number[:, None] * D + tl.arange(0, D)[None, :], codes, mask=mask[:, None])
-    scale = _power_of_two(exponents) * _SUM_UNIT
-    tl.store(scales_ptr + number, tl.where(is_wide, -scale, scale), mask=mask)
+    tl.store(words_ptr + number, tl.where(is_wide, word | -2147483648, word), mask=mask)
+    byte = tl.arange(0, D // 2)
+    packed = tl.load(base[:, None] + byte[None, :], mask=mask[:, None], other=0).to(tl.int32)
+    packed = tl.where((packed & 0x0F) == 0x08, packed & 0xF0, packed)
+    packed = tl.where((packed & 0xF0) == 0x80, packed & 0x0F, packed)
+    turned = ((packed >> 1) & 0x77) | ((packed << 3) & 0x88)
+    tl.store(codes_ptr + number[:, None] * (D // 2) + byte[None, :], turned.to(tl.uint8), mask=mask[:, None])
     if tl.max((is_wide & mask).to(tl.int32), 0) > 0:
         tl.store(wide_ptr + sequence, 1)
 
 
 @triton.jit
-def score_listed_kernel(
-    q_codes_ptr, q_ptr, scaled_ptr, exponents_ptr, wide_q_ptr, k_codes_ptr, k_scales_ptr, wide_k_ptr,
+def score_listed_wide_kernel(
+    q_codes_ptr, q_ptr, scaled_ptr, exponents_ptr, wide_q_ptr, k_words_ptr, wide_k_ptr,
     pool_ptr, tables_ptr, chunks_ptr, visible_ptr, blocks_ptr, scores_ptr,
     num_sequence_entries, num_entries, stride_table, stride_blocks, stride_scores,
     ENTRIES_PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr, N: tl.constexpr, STRIP: tl.constexpr,
-    FACTOR: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    FACTOR: tl.constexpr, MAX_FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one row in STRIP entries of its listed blocks, from keys unpacked before.
-
-    The narrow launch computes every tile and keeps those without a wide vector; the wide one does the rest.
-    """
+    """What ``score_listed_kernel`` leaves: wide vectors among a row's entries, or all where the row is."""
     row = tl.program_id(0)
     row64 = row.to(tl.int64)
     strip = tl.program_id(1) * STRIP
     sequence = tl.load(chunks_ptr + row)
     wide_row = tl.load(wide_q_ptr + row)
-    if (not WIDE) or (wide_row + tl.load(wide_k_ptr + sequence) > 0):
+    if wide_row + tl.load(wide_k_ptr + sequence) > 0:
         visible = tl.load(visible_ptr + row).to(tl.int32)
         heads, dims = tl.arange(0, H), tl.arange(0, D)
         weights = tl.load(scaled_ptr + row64 * H + heads)
         q_t = tl.load(q_codes_ptr + row64 * H * D + heads[None, :] * D + dims[:, None])
-        first_key = sequence * num_sequence_entries
+        q_exponents = tl.load(exponents_ptr + row64 * H + heads)
+        q_base = q_ptr + (row64 * H + heads) * (D // 2 + D // 32)
         end = tl.minimum(strip + STRIP, num_entries)
-        for first in tl.range(strip, end, N, num_stages=NUM_STAGES):
+        for first in range(strip, end, N):
             numbers = first + tl.arange(0, N)
             in_range = numbers < end
             block = tl.load(
@@ -466,33 +478,17 @@ def score_listed_kernel(
             entries = block * FACTOR + numbers % FACTOR
             mask = (block >= 0) & (entries < visible)
             entries = tl.where(mask, entries, 0)
-            keys = tl.load(k_codes_ptr + (first_key + entries)[:, None] * D + dims[None, :])
-            scale = tl.load(k_scales_ptr + first_key + entries)
-            num_wide = wide_row + tl.sum((mask & (scale < 0)).to(tl.int32), 0)
-            target = scores_ptr + row64 * stride_scores + numbers
-            if WIDE:
-                if num_wide > 0:
-                    table = tables_ptr + sequence * stride_table
-                    k_base = _key_bases(pool_ptr, table, entries, mask, ENTRIES_PER_BLOCK, D // 2 + D // 32)
-                    k_exponents = _base_exponents(k_base, mask, scale < 0, N, D)
-                    q_exponents = tl.load(exponents_ptr + row64 * H + heads)
-                    q_base = q_ptr + (row64 * H + heads) * (D // 2 + D // 32)
-                    by_group = _wide_products(
-                        keys, q_t, k_base, mask, k_exponents, scale < 0,
-                        q_base, heads < H, q_exponents, q_exponents >= 0, D,
-                    )  # fmt: skip
-                    scores = _add_heads(tl.zeros([N], tl.float32), by_group, weights, N, H)
-                    tl.store(target, tl.where(mask, scores * tl.abs(scale), float("-inf")), mask=in_range)
-            else:
-                integers = tl.dot(keys, q_t, out_dtype=tl.int32)
-                scores = _add_heads(tl.zeros([N], tl.float32), integers, weights, N, H)
-                scores = tl.where(mask, scores * scale, float("-inf"))
-                tl.store(target, scores, mask=numbers < tl.where(num_wide > 0, 0, end))
-
-
-@triton.jit
-def _base_exponents(base, mask, is_wide, R: tl.constexpr, D: tl.constexpr):
-    """[R] biased base exponents of packed vectors, as ``_unpack_fp4`` gives them."""
-    where = base[:, None] + D // 2 + tl.arange(0, D // 32)[None, :]
-    exponents = tl.load(where, mask=mask[:, None], other=127).to(tl.int32)
-    return tl.where(is_wide, tl.max(exponents, 1), tl.min(exponents, 1))
+            word = tl.load(k_words_ptr + sequence * num_sequence_entries + entries)
+            is_mine = mask & (word < 0)
+            if wide_row + tl.sum(is_mine.to(tl.int32), 0) > 0:
+                table = tables_ptr + sequence * stride_table
+                k_base = _key_bases(pool_ptr, table, entries, mask, ENTRIES_PER_BLOCK, D // 2 + D // 32)
+                keys, k_exponents, k_wide = _unpack_fp4(k_base, mask, N, D, MAX_FOLD)
+                by_group = _wide_products(
+                    keys, q_t, k_base, mask, k_exponents, k_wide,
+                    q_base, heads < H, q_exponents, q_exponents >= 0, D,
+                )  # fmt: skip
+                scores = _add_heads(tl.zeros([N], tl.float32), by_group, weights, N, H)
+                scores = tl.where(mask, scores * (_power_of_two(k_exponents) * _SUM_UNIT), float("-inf"))
+                target = scores_ptr + row64 * stride_scores + numbers
+                tl.store(target, scores, mask=in_range & (is_mine | (wide_row > 0)))

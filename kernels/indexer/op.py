@@ -15,12 +15,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.indexer.kernel import (
     WEIGHT_SHIFT,
-    score_listed_kernel,
+    relay_keys_kernel,
+    score_listed_wide_kernel,
     score_rows_kernel,
     score_tiles_kernel,
-    unpack_keys_kernel,
     unpack_queries_kernel,
 )
+from kernels.indexer.listed import DIM, HEADS, KEYS, score_listed_kernel
 from kernels.indexer.pages import KeyPages
 
 SCALE_GROUP = 32
@@ -29,8 +30,10 @@ MAX_FOLD = 3
 MAX_SPAN = 8
 """A tile of rows from more sequences than this is scored row by row."""
 ANY_SPAN = 1 << 30
-MAX_UNPACKED_BYTES = 48 << 20
-"""Keys whose integers fit here are unpacked once a launch, where many rows read them."""
+MAX_RELAID_BYTES = 48 << 20
+"""Keys that fit here are laid out anew once a launch, where many rows read them."""
+LISTED_STRIP = 2048
+"""Entries of a program of ``score_listed_kernel``, which is one warp."""
 FEW_ROWS = 16
 """Launches up to this size are scored row by row."""
 
@@ -69,11 +72,6 @@ def choose_tile_config(num_rows: int, max_entries: int, dim: int, *, is_packed: 
     while group > 1 and -(-num_rows // (64 * group)) * -(-max_entries // 128) < 1584:
         group //= 2
     return TileConfig(rows=64, entries=128, group=group, num_warps=4, num_stages=3, max_registers=168)
-
-
-def choose_listed_config() -> RowConfig:
-    """Tiles of ``score_listed_kernel``: one warp, which exchanges head sums without a barrier."""
-    return RowConfig(rows=1, entries=32, strip=2048, lanes=1, num_warps=1)
 
 
 def choose_row_config(num_rows: int, num_entries: int, *, is_listed: bool) -> RowConfig:
@@ -228,40 +226,48 @@ def _launch_rows(
     )  # fmt: skip
 
 
-def unpacked_bytes(num_rows: int, pages: KeyPages, dim: int) -> int:
-    """Scratch for unpacked keys of a launch over listed blocks; 0 where each row unpacks its own.
+def relaid_bytes(q: Tensor, pages: KeyPages) -> int:
+    """Scratch for relaid keys of a launch over listed blocks; 0 where each row reads them as they are stored.
 
-    A function of shapes. Rows of decode read different keys, or the same few.
+    A function of shapes and the device. Rows of decode read different keys, or the same few.
     """
-    num_bytes = pages.block_tables.shape[0] * (pages.max_entries * (dim + 4) + 4)
-    is_worth_it = pages.keys.dtype == torch.uint8 and num_rows >= 16 * pages.block_tables.shape[0]
-    return num_bytes if is_worth_it and num_bytes <= MAX_UNPACKED_BYTES else 0
+    num_sequences = pages.block_tables.shape[0]
+    is_shape = q.dtype == torch.uint8 and q.shape[1] == HEADS.value and index_dim(q) == DIM.value
+    if not (is_shape and q.is_cuda and q.shape[0] >= 16 * num_sequences):
+        return 0
+    num_bytes = num_sequences * (pages.max_entries * (DIM.value // 2 + 4) + 4)
+    return num_bytes if num_bytes <= MAX_RELAID_BYTES else 0
 
 
 def _launch_listed(
     q: Tensor, queries: _Queries, pages: KeyPages, blocks: Tensor, scores: Tensor, run: int
 ) -> None:
-    """Listed blocks out of keys unpacked once for all rows."""
+    """Listed blocks out of keys laid out anew, once for all rows."""
     num_rows, num_heads, dim = queries.codes.shape
     num_sequences, num_entries = pages.block_tables.shape[0], blocks.shape[1] * run
-    codes = torch.empty((num_sequences, pages.max_entries, dim), dtype=torch.int8, device=q.device)
-    scales = torch.empty((num_sequences, pages.max_entries), dtype=torch.float32, device=q.device)
+    codes = torch.empty((num_sequences, pages.max_entries, dim // 8), dtype=torch.int32, device=q.device)
+    words = torch.empty((num_sequences, pages.max_entries), dtype=torch.int32, device=q.device)
     any_wide = torch.zeros((num_sequences,), dtype=torch.int32, device=q.device)
     stride_table = pages.block_tables.stride(0)
-    unpack_keys_kernel[(triton.cdiv(pages.max_entries, 64), num_sequences)](
-        pages.keys, pages.block_tables, codes, scales, any_wide, pages.max_entries, stride_table,
+    relay_keys_kernel[(triton.cdiv(pages.max_entries, 64), num_sequences)](
+        pages.keys, pages.block_tables, codes.view(torch.uint8), words, any_wide,
+        pages.max_entries, stride_table,
         ENTRIES_PER_BLOCK=pages.entries_per_block, D=dim, N=64, MAX_FOLD=MAX_FOLD, num_warps=4,
     )  # fmt: skip
-    config = choose_listed_config()
-    for is_wide in (False, True):
-        score_listed_kernel[(num_rows, triton.cdiv(num_entries, config.strip))](
-            queries.codes, q, queries.scaled_weights, queries.exponents, queries.is_wide,
-            codes, scales, any_wide,
-            pages.keys, pages.block_tables, pages.sequences, pages.num_visible, blocks, scores,
-            pages.max_entries, num_entries, stride_table, blocks.stride(0), scores.stride(0),
-            ENTRIES_PER_BLOCK=pages.entries_per_block, H=num_heads, D=dim, N=config.entries,
-            STRIP=config.strip, FACTOR=run, WIDE=is_wide, NUM_STAGES=3, num_warps=config.num_warps,
-        )  # fmt: skip
+    grid = (num_rows, triton.cdiv(num_entries, LISTED_STRIP))
+    score_listed_kernel[grid](
+        queries.codes, queries.scaled_weights, queries.is_wide, codes, words,
+        pages.sequences, pages.num_visible, blocks, scores,
+        pages.max_entries, num_entries, blocks.stride(0), scores.stride(0),
+        STRIP=LISTED_STRIP, FACTOR=run, num_warps=1, maxnreg=128,
+    )  # fmt: skip
+    score_listed_wide_kernel[grid](
+        queries.codes, q, queries.scaled_weights, queries.exponents, queries.is_wide, words, any_wide,
+        pages.keys, pages.block_tables, pages.sequences, pages.num_visible, blocks, scores,
+        pages.max_entries, num_entries, stride_table, blocks.stride(0), scores.stride(0),
+        ENTRIES_PER_BLOCK=pages.entries_per_block, H=num_heads, D=dim, N=KEYS.value,
+        STRIP=LISTED_STRIP, FACTOR=run, MAX_FOLD=MAX_FOLD, num_warps=1,
+    )  # fmt: skip
 
 
 def launch_scores(
@@ -346,7 +352,7 @@ def candidate_scores(
     check_output("out", out, shape, q.device)
     if q.shape[0]:
         queries = _unpack_queries(q, head_weights)
-        if unpacked_bytes(q.shape[0], pages, index_dim(q)):
+        if relaid_bytes(q, pages):
             _launch_listed(q, queries, pages, blocks, out, block_size)
         else:
             _launch_rows(q, queries, pages, blocks, out, None, block_size, min_span=0, fills=True)

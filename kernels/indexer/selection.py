@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.indexer.op import candidate_scores, check_inputs, index_dim, launch_scores, unpacked_bytes
+from kernels.indexer.op import candidate_scores, check_inputs, index_dim, launch_scores, relaid_bytes
 from kernels.indexer.pages import KeyPages, SelectedEntries
 from kernels.indexer.selection_kernel import run_maxima_kernel, select_kernel
 
@@ -201,11 +201,11 @@ def select_entries(
         num_values = k * block_size if is_long else pages.max_entries
         per_row = 4 * num_maxima + _num_bytes_of_levels(num_maxima, max(num_blocks, k), RUN)
         per_row += _num_bytes_of_levels(num_values, k, block_size)
-        scratch_bytes -= unpacked_bytes(num_rows, pages, dim) if is_long else 0
+        scratch_bytes -= relaid_bytes(q, pages) if is_long else 0
     else:
         num_values = blocks.shape[1] * block_size
         per_row = _num_bytes_of_levels(num_values, k, RUN)
-        scratch_bytes -= unpacked_bytes(num_rows, pages, dim)
+        scratch_bytes -= relaid_bytes(q, pages)
     per_row += 4 * num_values
     step = rows_per_tile(per_row + num_query_bytes, scratch_bytes)
     for start in range(0, num_rows, step):

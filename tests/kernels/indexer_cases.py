@@ -127,7 +127,9 @@ def scores_case(
     )
 
 
-def candidates_case(name: str, chunks: Chunks, heads: int, dim: int, spread: int, gpu: bool) -> OpCase:
+def candidates_case(
+    name: str, chunks: Chunks, heads: int, dim: int, spread: int, gpu: bool, num_listed: int = 12
+) -> OpCase:
     dtype = torch.uint8
 
     def run(i: Inputs, out: Outputs) -> None:
@@ -142,7 +144,15 @@ def candidates_case(name: str, chunks: Chunks, heads: int, dim: int, spread: int
 
     return OpCase(
         name=f"candidate_scores-{name}",
-        build=partial(build, chunks=chunks, heads=heads, dim=dim, spread=spread, dtype=dtype),
+        build=partial(
+            build,
+            chunks=chunks,
+            heads=heads,
+            dim=dim,
+            spread=spread,
+            dtype=dtype,
+            num_listed=num_listed,
+        ),
         row_inputs=ROW_INPUTS,
         outputs=lambda i, n: {
             "scores": torch.empty((n, i["blocks"].shape[1] * BLOCK_SIZE), device=i["q"].device)
@@ -267,7 +277,6 @@ CASES = [
     scores_case("small-mixed", SMALL_MIXED, 16, 32, 2, U8, True),
     scores_case("small-fp32", SHORT, 16, 32, 2, F32, False),
     candidates_case("small-spread5", SHORT, 16, 64, 5, True),
-    candidates_case("small-unpacked", ONE, 16, 64, 5, True),
     topk_case("small-ties", 1200, 64, is_coarse=True, pins=True, gpu=False),
     entries_case("small-one", ONE, 16, 32, 2, U8, 24, listed=False, gpu=False),
     *(scores_case(f"spread{spread}", LONG_MIXED, 32, 128, spread, U8, True) for spread in (0, 2, 4, 14, 40)),
@@ -275,7 +284,8 @@ CASES = [
     scores_case("bf16", LONG_MIXED, 32, 128, 2, BF16, True),
     scores_case("fp32", MIXED, 32, 128, 2, F32, True),
     *(candidates_case(f"spread{spread}", LONG_MIXED, 32, 128, spread, True) for spread in (2, 14)),
-    *(candidates_case(f"unpacked-spread{spread}", LONG, 32, 128, spread, True) for spread in (2, 14)),
+    *(candidates_case(f"relaid-spread{spread}", LONG, 32, 128, spread, True, 300) for spread in (2, 4, 14)),
+    candidates_case("relaid-uneven", LONG, 32, 128, 3, True, 13),
     topk_case("ties", 20_000, 512, is_coarse=True, pins=True, gpu=True),
     topk_case("normal", 131_072, 512, is_coarse=False, pins=False, gpu=True),
     topk_case("blocks", 20_000, 2048, is_coarse=False, pins=True, gpu=True),
@@ -283,6 +293,6 @@ CASES = [
     entries_case("deep", LONG, 32, 128, 3, U8, 64, listed=False, gpu=True),
     entries_case("mixed", LONG_MIXED, 32, 128, 14, U8, 64, listed=False, gpu=True),
     entries_case("listed", LONG_MIXED, 32, 128, 2, U8, 64, listed=True, gpu=True),
-    entries_case("unpacked", LONG, 32, 128, 3, U8, 64, listed=True, gpu=True),
+    entries_case("relaid", LONG, 32, 128, 3, U8, 64, listed=True, gpu=True),
     entries_case("bf16", LONG_MIXED, 32, 128, 2, BF16, 64, listed=False, gpu=True),
 ]

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from kernels.indexer import KeyPages, candidate_scores, index_scores, select_entries, select_topk
-from kernels.indexer.op import choose_row_config, choose_tile_config
+from kernels.indexer.kernel import relay_keys_kernel
+from kernels.indexer.op import MAX_FOLD, choose_row_config, choose_tile_config
 from kernels.indexer.selection import default_scratch_bytes, rows_per_tile
+from kernels.number_formats import unpack_fp4_index
 from tests.kernels.contract import Gate, OpCase, contract_device, contract_params
-from tests.kernels.indexer_cases import BLOCK_SIZE, CASES, ONE, build, pages_of
+from tests.kernels.indexer_cases import BLOCK_SIZE, CASES, ONE, build, index_vectors, pages_of
 
 
 @pytest.mark.parametrize(("case", "gate"), contract_params(CASES))
@@ -69,6 +72,39 @@ def test_tile_choices() -> None:
     )
     assert choose_row_config(64, 131_072, is_listed=False).strip == 2048
     assert choose_row_config(1, 131_072, is_listed=False).strip == 256
+
+
+# What four bits of a relaid key mean: ``score_listed_kernel``'s tables.
+RELAID_VALUES = torch.tensor([0, 2, 4, 8, 0, -2, -4, -8, 1, 3, 6, 12, -1, -3, -6, -12], dtype=torch.float64)
+
+
+def test_relaid_keys_have_the_same_values() -> None:
+    """Every code in every place, with all shifts, and wide vectors; entries come in the order of the table."""
+    if contract_device().type == "cpu" and not triton.knobs.runtime.interpret:
+        pytest.skip("needs a GPU or the interpreter")
+    g = torch.Generator().manual_seed(0)
+    keys = index_vectors((64, 128), 5, g, torch.uint8)
+    keys[:, :64] = torch.randint(0, 256, (64, 64), generator=g, dtype=torch.uint8)
+    device = contract_device()
+    codes = torch.empty((1, 64, 16), dtype=torch.int32, device=device)
+    words = torch.empty((1, 64), dtype=torch.int32, device=device)
+    any_wide = torch.zeros((1,), dtype=torch.int32, device=device)
+    relay_keys_kernel[(1, 1)](
+        keys.to(device), torch.tensor([[1, 0]], device=device), codes.view(torch.uint8), words, any_wide, 64, 2,
+        ENTRIES_PER_BLOCK=32, D=128, N=64, MAX_FOLD=MAX_FOLD,
+    )  # fmt: skip
+    packed, word = codes.view(torch.uint8)[0].cpu().long(), words[0].cpu()
+    numbers = RELAID_VALUES[torch.stack([packed & 15, packed >> 4], -1).flatten(1)]
+    shifts = (word[:, None] >> (2 * torch.arange(4))) & 3
+    scale = (word & 0x7F800000).view(torch.float32).double() * 2.0**-46  # the kernels' unit, and halves
+    values = numbers * torch.exp2(shifts.double()).repeat_interleave(32, 1) * scale[:, None]
+    expected = unpack_fp4_index(torch.cat([keys[32:], keys[:32]])).double()
+    exponents = torch.cat([keys[32:, 64:], keys[:32, 64:]]).int()
+    is_wide = exponents.amax(1) - exponents.amin(1) > MAX_FOLD
+    assert 0 < is_wide.sum() < 64
+    assert any_wide.item() == 1
+    assert torch.equal(word < 0, is_wide)
+    assert torch.equal(values[~is_wide], expected[~is_wide])
 
 
 def test_scratch_bounds_a_tile() -> None:
