@@ -19,16 +19,23 @@ RUN = 8
 LEAST_SCRATCH_BYTES = 16 << 20
 
 
-def _run_maxima(values: Tensor, limits: Tensor, limit_factor: int, run: int) -> Tensor:
+def _run_maxima(
+    values: Tensor, limits: Tensor, limit_factor: int, run: int, *, is_twice: bool
+) -> list[Tensor]:
+    """The maxima over runs of values, and where asked those over runs of them."""
     num_rows, num_values = values.shape
     num_runs = -(-num_values // run)
     maxima = torch.empty((num_rows, num_runs), dtype=torch.float32, device=values.device)
     block = min(512, triton.next_power_of_2(num_runs))
+    above = None
+    if is_twice:
+        above = torch.empty((num_rows, -(-num_runs // run)), dtype=torch.float32, device=values.device)
     run_maxima_kernel[(num_rows, triton.cdiv(num_runs, block))](
-        values, limits, maxima, values.stride(0), maxima.stride(0),
+        values, limits, maxima, above,
+        values.stride(0), maxima.stride(0), 0 if above is None else above.stride(0),
         LIMIT_FACTOR=limit_factor, FACTOR=run, BLOCK=block, IS_EVEN=num_values % run == 0, num_warps=4,
     )  # fmt: skip
-    return maxima
+    return [maxima] if above is None else [maxima, above]
 
 
 def _select(
@@ -45,14 +52,18 @@ def _select(
     pins_newest: bool,
 ) -> None:
     num_values = values.shape[1]
-    width = triton.next_power_of_2(num_values if parents is None else k * run)
-    width = max(width, triton.next_power_of_2(k), 128)
+    groups = triton.next_power_of_2(k)
+    if parents is None:
+        width = max(triton.next_power_of_2(num_values), groups, 128)
+    else:
+        width = max(groups * run, 128)
+        groups = width // run
     select_kernel[(values.shape[0],)](
         values, limits, parents, names, out,
         num_values, values.stride(0), 0 if parents is None else parents.stride(0),
         0 if names is None else names.stride(0), out.stride(0),
-        K=k, WIDTH=width, FACTOR=run, LIMIT_FACTOR=limit_factor, NAME_FACTOR=name_factor, PIN=pins_newest,
-        num_warps=min(max(width // 512, 4), 32), maxnreg=64,
+        K=k, WIDTH=width, GROUPS=groups, LIMIT_FACTOR=limit_factor, NAME_FACTOR=name_factor, PIN=pins_newest,
+        IS_EVEN=num_values % run == 0, num_warps=min(max(width // 512, 4), 32), maxnreg=64,
     )  # fmt: skip
 
 
@@ -110,12 +121,14 @@ def select_topk(
     if num_rows == 0:
         return out
     levels = [(values, limit_factor)]
+    if maxima is not None and values.shape[1] > num_values_at_once(k, run):
+        levels.append((maxima, limit_factor * run))
     while levels[-1][0].shape[1] > num_values_at_once(k, run):
         below, factor = levels[-1]
-        is_known = maxima is not None and len(levels) == 1
-        above = maxima if is_known else _run_maxima(below, limits, factor, run)
-        assert above is not None
-        levels.append((above, factor * run))
+        is_twice = -(-below.shape[1] // run) > num_values_at_once(k, run)
+        for above in _run_maxima(below, limits, factor, run, is_twice=is_twice):
+            factor *= run
+            levels.append((above, factor))
     parents = None
     for number in reversed(range(len(levels))):
         level, factor = levels[number]

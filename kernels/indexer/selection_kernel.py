@@ -14,10 +14,13 @@ import triton.language as tl
 
 @triton.jit
 def run_maxima_kernel(
-    values_ptr, limits_ptr, maxima_ptr, stride_values, stride_maxima,
+    values_ptr, limits_ptr, maxima_ptr, next_ptr, stride_values, stride_maxima, stride_next,
     LIMIT_FACTOR: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Maxima of BLOCK runs of FACTOR values of a row; values from the row's limit on count as -inf."""
+    """Maxima of BLOCK runs of FACTOR values of a row; values from the row's limit on count as -inf.
+
+    ``next_ptr``: the maxima over runs of FACTOR of those go there.
+    """
     row = tl.program_id(0).to(tl.int64)
     limit = tl.cdiv(tl.load(limits_ptr + row).to(tl.int32), LIMIT_FACTOR)
     first = tl.program_id(1) * BLOCK
@@ -29,47 +32,71 @@ def run_maxima_kernel(
         # Whole runs are loaded where all exist in memory: a mask inside a run would make single loads of it.
         mask = has_any[:, None] & (IS_EVEN or columns < limit)
         values = tl.where(columns < limit, tl.load(source, mask=mask, other=float("-inf")), float("-inf"))
-        tl.store(maxima_ptr + row * stride_maxima + runs, tl.max(values, 1), mask=has_any)
+        maxima = tl.max(values, 1)
+        tl.store(maxima_ptr + row * stride_maxima + runs, maxima, mask=has_any)
+        if next_ptr is not None:
+            next_runs = first // FACTOR + tl.arange(0, BLOCK // FACTOR)
+            next_maxima = tl.max(maxima.reshape(BLOCK // FACTOR, FACTOR), 1)
+            target = next_ptr + row * stride_next + next_runs
+            tl.store(target, next_maxima, mask=next_runs * FACTOR * FACTOR < limit)
 
 
 @triton.jit
 def select_kernel(
     values_ptr, limits_ptr, parents_ptr, names_ptr, selected_ptr,
     num_values, stride_values, stride_parents, stride_names, stride_selected,
-    K: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr, LIMIT_FACTOR: tl.constexpr,
-    NAME_FACTOR: tl.constexpr, PIN: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, LIMIT_FACTOR: tl.constexpr,
+    NAME_FACTOR: tl.constexpr, PIN: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """The K best of a row's candidates, lowest number first on ties, ascending, -1 behind.
 
-    Candidates are numbers 0 .. num_values - 1, or with ``parents`` the FACTOR children of each. A
-    number's value is ``values[number]``; those from the row's limit (over LIMIT_FACTOR) on do not exist.
+    Candidates are numbers 0 .. num_values - 1, or with ``parents`` the children of each, of which there are
+    WIDTH / GROUPS. A number's value is ``values[number]``; those from the row's limit (over LIMIT_FACTOR) on
+    do not exist.
     PIN: the last that exists is best of all. What is written is the number, or with ``names`` child
     ``number % NAME_FACTOR`` of name ``number // NAME_FACTOR``.
     """
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, WIDTH)
     limit = tl.cdiv(tl.load(limits_ptr + row).to(tl.int32), LIMIT_FACTOR)
+    # Candidates in groups, so that whole groups are loaded where they exist in memory; what is beyond the
+    # row's limit there is nobody's.
+    SPAN: tl.constexpr = WIDTH // GROUPS
+    group, place_in_group = tl.arange(0, GROUPS), tl.arange(0, SPAN)
     if parents_ptr is not None:
-        is_lane = lane < K * FACTOR
-        parent = tl.load(parents_ptr + row * stride_parents + lane // FACTOR, mask=is_lane, other=-1)
-        number = parent * FACTOR + lane % FACTOR
-        exists = is_lane & (parent >= 0) & (number < limit)
+        parent = tl.load(parents_ptr + row * stride_parents + group, mask=group < K, other=-1)
+        number = parent[:, None] * SPAN + place_in_group[None, :]
+        exists = (parent >= 0)[:, None] & (number < limit)
+        is_there = (parent >= 0)[:, None] & (IS_EVEN or number < limit)
     else:
-        number = lane
-        exists = (lane < num_values) & (lane < limit)
-    value = tl.load(values_ptr + row * stride_values + number, mask=exists, other=float("-inf"))
+        number = group[:, None] * SPAN + place_in_group[None, :]
+        exists = number < tl.minimum(limit, num_values)
+        is_there = number < num_values
+    value = tl.load(values_ptr + row * stride_values + number, mask=is_there, other=float("-inf"))
     if PIN:
         value = tl.where(number == limit - 1, float("inf"), value)
     # Order-preserving bits of a float, above 0 for what can be chosen; -0.0 equals 0.0.
     bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
     order = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
     order = tl.where(exists & (value > float("-inf")), order, 0)
-    threshold = tl.full([], 0, tl.uint32)
-    bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in range(32):
+    # GROUPS >= K groups: K values are at or above the least of their maxima, and none is above the greatest.
+    # The K-th best shares the bits that those two share; the search ends where exactly K are left.
+    peaks = tl.max(order, 1)
+    highest = tl.max(peaks, 0)
+    spread = highest ^ tl.min(peaks, 0)
+    spread |= spread >> 1
+    spread |= spread >> 2
+    spread |= spread >> 4
+    spread |= spread >> 8
+    spread |= spread >> 16
+    order, number = order.reshape(WIDTH), number.reshape(WIDTH)
+    threshold = highest & ~spread
+    bit = spread ^ (spread >> 1)
+    count = WIDTH + 1
+    while (bit > 0) & (count != K):
         probe = threshold | bit
-        count = tl.sum((order >= probe).to(tl.int32), 0)
-        threshold = tl.where(count >= K, probe, threshold)
+        num_at_least = tl.sum((order >= probe).to(tl.int32), 0)
+        count = tl.where(num_at_least >= K, num_at_least, count)
+        threshold = tl.where(num_at_least >= K, probe, threshold)
         bit = bit >> 1
     above = order > threshold
     equal = (order == threshold) & (order > 0)
