@@ -153,15 +153,14 @@ def stream_pass_kernel(
 
 
 @triton.jit
-def finish_mix_kernel(
-    partial_ptr, squares_ptr, base_ptr, scale_ptr, norm_weight_ptr, pre_ptr, post_ptr, comb_ptr,
-    collapsed_ptr,
+def _finish_mix(
+    first_row, partial_ptr, squares_ptr, base_ptr, scale_ptr, pre_ptr, post_ptr, comb_ptr,
     num_rows, eps, norm_eps,
     WIDTH: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SQUARES: tl.constexpr, NUM_ITERATIONS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_COLLAPSE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts in order, then sigmoids and Sinkhorn; and the norm of the collapsed rows, in place."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Add the parts in order, then sigmoids and Sinkhorn."""
+    row = first_row.to(tl.int64) + tl.arange(0, ROWS)
     is_row = row < num_rows
     stride_part = tl.cast(num_rows, tl.int64) * PARTIAL_WIDTH
     k = tl.arange(0, 4)
@@ -199,20 +198,50 @@ def finish_mix_kernel(
     tl.store(post_ptr + row[:, None] * 4 + k[None, :], post, mask=is_vector)
     comb_ptrs = comb_ptr + row[:, None, None] * 16 + 4 * k[None, :, None] + k[None, None, :]
     tl.store(comb_ptrs, comb, mask=is_matrix)
-    if HAS_COLLAPSE:
-        column = tl.arange(0, BLOCK)
-        is_in = column < WIDTH
-        weight = tl.load(norm_weight_ptr + column, mask=is_in, other=0.0)
-        for n in tl.static_range(ROWS):
-            one = tl.program_id(0).to(tl.int64) * ROWS + n
-            if one < num_rows:
-                total = 0.0
-                for part in tl.static_range(NUM_SQUARES):
-                    total += tl.load(squares_ptr + (part * tl.cast(num_rows, tl.int64) + one) * 2 + 1)
-                x_ptrs = collapsed_ptr + one * WIDTH + column
-                x = tl.load(x_ptrs, mask=is_in, other=0.0)
-                normed = x.to(tl.float32) * tl.rsqrt(total / WIDTH + norm_eps) * weight
-                tl.store(x_ptrs, normed.to(x.dtype), mask=is_in)
+
+
+@triton.jit
+def _norm_collapsed(
+    first_row, collapsed_ptr, squares_ptr, weight_ptr, num_rows, eps,
+    WIDTH: tl.constexpr, NUM_SQUARES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm of collapsed rows, in place, by the sums of squares of their parts."""
+    row = first_row.to(tl.int64) + tl.arange(0, ROWS)
+    is_row = row < num_rows
+    column = tl.arange(0, BLOCK)
+    is_in = is_row[:, None] & (column < WIDTH)[None, :]
+    x_ptrs = collapsed_ptr + row[:, None] * WIDTH + column[None, :]
+    x = tl.load(x_ptrs, mask=is_in, other=0.0)
+    total = tl.zeros([ROWS], tl.float32)
+    for part in tl.static_range(NUM_SQUARES):
+        ptr = squares_ptr + (part * tl.cast(num_rows, tl.int64) + row) * 2 + 1
+        total += tl.load(ptr, mask=is_row, other=1.0)
+    weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0)
+    normed = x.to(tl.float32) * tl.rsqrt(total / WIDTH + eps)[:, None] * weight[None, :]
+    tl.store(x_ptrs, normed.to(x.dtype), mask=is_in)
+
+
+@triton.jit
+def finish_mix_kernel(
+    partial_ptr, squares_ptr, base_ptr, scale_ptr, norm_weight_ptr, pre_ptr, post_ptr, comb_ptr,
+    collapsed_ptr,
+    num_rows, eps, norm_eps,
+    WIDTH: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SQUARES: tl.constexpr, NUM_ITERATIONS: tl.constexpr,
+    MIX_ROWS: tl.constexpr, NORM_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first programs finish the mix, which waits and moves little; the others norm the collapsed rows."""
+    program = tl.program_id(0)
+    num_mix_programs = tl.cdiv(num_rows, MIX_ROWS)
+    if program < num_mix_programs:
+        _finish_mix(
+            program * MIX_ROWS, partial_ptr, squares_ptr, base_ptr, scale_ptr, pre_ptr, post_ptr, comb_ptr,
+            num_rows, eps, norm_eps, WIDTH, NUM_PARTS, NUM_SQUARES, NUM_ITERATIONS, MIX_ROWS,
+        )  # fmt: skip
+    else:
+        _norm_collapsed(
+            (program - num_mix_programs) * NORM_ROWS, collapsed_ptr, squares_ptr, norm_weight_ptr,
+            num_rows, norm_eps, WIDTH, NUM_SQUARES, NORM_ROWS, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit

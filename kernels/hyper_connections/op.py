@@ -23,7 +23,8 @@ from kernels.hyper_connections.kernel import (
 from kernels.hyper_connections.reference import SiteInput, StreamMix
 
 NUM_STREAMS = 4
-FINISH_ROWS = 4
+FINISH_ROWS = 16
+NORM_ROWS = 1
 
 
 class MixConfig(NamedTuple):
@@ -311,10 +312,13 @@ def _run_pass(
         DEPTH=depth, PART=config.product_part, ROWS=config.product_rows, BLOCK=config.product_block,
         IS_BF16=is_bf16, num_warps=8 if is_bf16 else 4, num_stages=3 if is_bf16 else 1,
     )  # fmt: skip
-    finish_mix_kernel[(triton.cdiv(num_rows, FINISH_ROWS),)](
+    num_programs = triton.cdiv(num_rows, FINISH_ROWS)
+    if pre is not None:
+        num_programs += triton.cdiv(num_rows, NORM_ROWS)
+    finish_mix_kernel[(num_programs,)](
         partial, squares, base, scale, base if norm_weight is None else norm_weight,
         mix.pre, mix.post, mix.comb, x, num_rows, eps, norm_eps,
         WIDTH=width, NUM_PARTS=num_parts, NUM_SQUARES=num_squares, NUM_ITERATIONS=num_iterations,
-        ROWS=FINISH_ROWS, BLOCK=triton.next_power_of_2(width), HAS_COLLAPSE=pre is not None, num_warps=8,
+        MIX_ROWS=FINISH_ROWS, NORM_ROWS=NORM_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
     return new_streams, x, mix
