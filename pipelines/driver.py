@@ -329,10 +329,12 @@ class Driver:
         return Outcome.COMMITTED
 
     def _fill_slots(self) -> None:
-        """Start a rank wherever there is a place for one: at first, after a death, on a node that joined."""
-        for slot, state in enumerate(self._slots):
-            if not state.is_live and not state.is_given_up and self._fleet.has_place(slot):
-                self._start(slot)
+        """Start a replica wherever there is a place for one: at first, after a death, when a node joined."""
+        for first in range(0, len(self._slots), self._fleet.ranks_per_replica):
+            state = self._slots[first]
+            if not state.is_live and not state.is_given_up and self._fleet.has_place(first):
+                for slot in self._replicas.slots_of(first):
+                    self._start(slot)
         now = time.monotonic()
         if sum(state.is_live for state in self._slots) >= self._min_ranks:
             self._enough_at = now
@@ -404,7 +406,8 @@ class Driver:
         if self._stop is StopRequest.DRAIN:
             return Orders(drain=True, publish=publish)
         # No rank of a replica is ready before all are.
-        is_awaited = any(self._slots[mate].is_preparing for mate in self._replicas.slots_of(slot))
+        mates = self._replicas.slots_of(slot)
+        is_awaited = any(self._slots[mate].is_preparing for mate in mates if mate != slot)
         state.is_preparing = is_awaited or self._ledger.num_unleased > 0
         leases = self._lease(slot) if state.capacity and self._has_costs else ()
         return Orders(prepare=state.is_preparing, leases=leases, publish=publish)
@@ -545,7 +548,10 @@ class Driver:
             limit_s = self._stall_timeout_s if state.capacity else self._start_timeout_s
             silent = self._replicas.silent_slots(slot, now)
             if silent is not None:
-                self._bury_replica(slot, silent, "the ranks of its replica lost it, or each other")
+                reason = (
+                    "other ranks of its replica lost it" if silent else "the replica's ranks lost each other"
+                )
+                self._bury_replica(slot, silent, reason)
             elif state.is_live and now - state.moved_at > limit_s:
                 mates = [(mate, self._slots[mate]) for mate in self._replicas.slots_of(slot)]
                 still = [mate for mate, other in mates if now - other.moved_at > limit_s]

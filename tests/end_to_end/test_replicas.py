@@ -137,8 +137,8 @@ def test_two_replicas_drain_together_and_one_rank_goes_on(job: Job) -> None:
 @pytest.mark.parametrize("mode", ["release", "row"])
 def test_two_gpus_have_one_gpus_digests_though_one_dies(tmp_path: Path, mode: str) -> None:
     settings = ["engine.device=cuda", "engine.dtype=bfloat16", "engine.kernel_impl=triton"]
-    settings += [f"engine.activation_quantisation={mode}", "sampling.max_tokens=128"]
-    for job in make(tmp_path, 400, *settings):
+    settings += [f"engine.activation_quantisation={mode}", "sampling.max_tokens=48"]
+    for job in make(tmp_path, 160, *settings):
         assert job.start("one", 1).wait(300) == 0
         job.lose_a_rank("two", 2)
         assert job.digests("two") == job.digests("one")

@@ -132,6 +132,6 @@ def test_ranks_that_never_find_each_other_end_the_job(tmp_path: Path) -> None:
     write_prompts(tmp_path / "in.parquet", [[1], [2]])
     driver, fleet = start_run(folder, make_plan(tmp_path / "in.parquet"), num_slots=2, ranks_per_replica=2)
     fleet._exchange = lambda slot, orders: RankDied("found nobody", has_lost_peer=True)  # type: ignore[method-assign]
-    with pytest.raises(JobFailed, match="lost it, or each other"):
+    with pytest.raises(JobFailed, match="ranks lost each other"):
         driver.run()
     assert fleet.num_started == 6
