@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--engram-vocab-size", type=int, help="an n-gram table has about 24 times as many rows"
     )
+    parser.add_argument(
+        "--repeat", action="store_true", help="of large tensors draw the first 16 M numbers, again and again"
+    )
     parser.add_argument("--draft-stages", type=int, default=0, help="which text generation ignores")
     options = parser.parse_args(argv)
     layers = [int(layer) for layer in options.layers.split(",")]
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     free = shutil.disk_usage(options.folder).free
     if num_bytes > free:
         sys.exit(f"{options.folder} has room for {free:,} bytes, the checkpoint has {num_bytes:,}")
-    write_checkpoint(options.folder, config, entries)
+    write_checkpoint(options.folder, config, entries, is_repeated=options.repeat)
     print(f"{options.folder}: {len(entries):,} tensors, {num_bytes:,} bytes")
 
 
@@ -103,7 +106,9 @@ def cut_config(text: dict[str, Any], layers: Sequence[int], **changes: int | Non
     return config
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any], entries: Sequence[Entry]) -> None:
+def write_checkpoint(
+    folder: Path, config: dict[str, Any], entries: Sequence[Entry], *, is_repeated: bool = False
+) -> None:
     """All files of a model folder."""
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     text = config["text_config"]
@@ -119,7 +124,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], entries: Sequence[Ent
         with open(folder / file, "wb") as shard:
             shard.write(shard_header(members))
             for entry in members:
-                for piece in random_pieces(entry):
+                for piece in random_pieces(entry, is_repeated=is_repeated):
                     shard.write(piece.data)
 
 
@@ -145,13 +150,20 @@ def write_tokenizer(path: Path, vocab_size: int, num_classes: int) -> None:
     tokenizer.save(str(path))
 
 
-def random_pieces(entry: Entry) -> Iterator[np.ndarray]:
-    """A tensor's bytes, piece by piece: a product of normal inputs has normal outputs, or nearly."""
+def random_pieces(entry: Entry, *, is_repeated: bool = False) -> Iterator[np.ndarray]:
+    """A tensor's bytes, piece by piece: a product of normal inputs has normal outputs, or nearly.
+
+    ``is_repeated``: one piece's numbers over and over, for files that are to be there soon.
+    """
     seed = hashlib.blake2b(entry.name.encode(), digest_size=8).digest()
     rng = np.random.default_rng(int.from_bytes(seed, "little"))
     num_items = entry.num_bytes // ITEM_BYTES[entry.dtype]
+    piece = _draw(entry, rng, min(_PIECE, num_items))
     for start in range(0, num_items, _PIECE):
-        yield _draw(entry, rng, min(_PIECE, num_items - start))
+        count = min(_PIECE, num_items - start)
+        if start and not is_repeated:
+            piece = _draw(entry, rng, count)
+        yield piece[:count]
 
 
 def _draw(entry: Entry, rng: np.random.Generator, count: int) -> np.ndarray:

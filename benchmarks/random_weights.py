@@ -66,11 +66,13 @@ class RandomWeights(WeightReader):
             return values
         return self._plain(name, shape)
 
-    def mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """There is no file to leave it in."""
-        return self.raw(name, shape)
+    def dtype_of(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
+        """Of a quantised weight; what else there is, is not asked for."""
+        assert self._format(name.rpartition(".")[0]) == "fp8", name
+        return torch.float8_e4m3fn
 
-    def _fill(self, wanted: Sequence[tuple[str, Tensor]]) -> None:
+    def fill(self, wanted: Sequence[tuple[str, Tensor]]) -> None:
+        """Drawn into places of their shapes."""
         for name, place in wanted:
             place.copy_(self.raw(name, tuple(place.shape)).view(place.dtype))
 

@@ -22,6 +22,7 @@ from benchmarks.random_weights import RandomWeights
 from engine.api import Request
 from engine.batch import BatchInputs
 from engine.config import KV_BLOCK_SIZE, ReplicaPlace
+from engine.engram_tables import EngramTables
 from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import ModelShape
 from engine.layers.linear import ActivationFormat
@@ -99,7 +100,7 @@ class SimulatedRank:
         self._model = DeepseekV41Model(
             weights,
             self.config,
-            self._tables if self.config.engram_layer_ids else None,
+            EngramTables(weights, self.config, self._tables, ops),
             activations=ActivationFormat(workload.activations, ops),
             ops=ops,
             group=self._group,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.config import KV_BLOCK_SIZE
 from engine.layer_rows import LayerRows, ModelShape
-from engine.layers.ngrams import NgramTables
+from engine.layers.ngrams import NgramTables, ngram_classes
 from engine.scheduler import ScheduledBatch, ScheduledChunk
 
 ROW_PADDING = 32
@@ -138,24 +138,17 @@ class BatchInputs:
         """The chunks of ``sample_rows``."""
         return [c for c in self._chunks if c.samples]
 
-    def ngram_classes(self, rows: RowSet) -> Tensor:
+    def ngram_classes(self, rows: RowSet) -> np.ndarray:
         """[num_padded, N] int64 classes of each row's last N tokens, newest first; pad past the start."""
         assert self._tables is not None, "the model has no engram layer"
         size = self._tables.multipliers.shape[1]
         classes = np.full((rows.num_padded, size), self._tables.pad_class, dtype=np.int64)
         for index, chunk in enumerate(self._chunks):
-            first, end = int(rows.first[index]), chunk.end
-            if first >= end:
-                continue
-            begin = rows.offset[index]
-            history = max(0, first - size + 1)
-            known = self._tables.token_classes[np.asarray(chunk.seq.token_ids[history:end], dtype=np.int64)]
-            for back in range(size):
-                low = max(first, back)
-                if low < end:
-                    target = classes[begin + low - first : begin + end - first, back]
-                    target[:] = known[low - back - history : end - back - history]
-        return self._upload(classes)
+            first, begin = int(rows.first[index]), int(rows.offset[index])
+            if first < chunk.end:
+                found = ngram_classes(self._tables, chunk.seq.token_ids, first, chunk.end)
+                classes[begin : begin + len(found)] = found
+        return classes
 
     def has_window_rows(self, layer: int) -> bool:
         """Whether any row's window KV at this layer is read later or now."""

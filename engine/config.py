@@ -11,6 +11,9 @@ from typing import Literal
 
 from engine.errors import ConfigError
 
+TablePlace = Literal["gpu", "host", "mmap"]
+"""Where n-gram tables lie: on the rank's device, in host memory (once a node), or in their files."""
+
 KV_BLOCK_SIZE = 64
 """Tokens in one KV block: 32 compressed entries at ratio 2, 64 at ratio 1."""
 
@@ -24,6 +27,9 @@ class EngineConfig:
     compare with references, not to serve. ``decoder_prefill`` "bounded" is an approximation.
     ``kernel_impl`` "torch" runs every op as its plain-torch reference, "triton" the kernels there are;
     "auto" is "triton" on a GPU whose kernels serve the model's shape.
+    ``engram`` is where n-gram tables lie: "gpu" is the rank's device, "host" memory that the ranks of a node
+    share and kernels read, "mmap" the checkpoint's own files; bits are the same. "auto" is the first of the
+    three that has room, and "mmap" on a CPU.
 
     ``host_memory_bytes`` is the budget for KV blocks and states kept in host memory: preempted
     sequences, evicted prefixes, snapshots. 0 keeps nothing there. ``num_host_kv_blocks`` and
@@ -36,6 +42,7 @@ class EngineConfig:
     kernel_impl: Literal["auto", "torch", "triton"] = "auto"
     activation_quantisation: Literal["auto", "release", "row", "none"] = "auto"
     cache_quantisation: Literal["release", "none"] = "release"
+    engram: Literal["auto", "gpu", "host", "mmap"] = "auto"
     max_model_len: int = 0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -102,6 +109,7 @@ class ResolvedConfig:
     kernel_impl: Literal["triton", "torch"]
     activation_quantisation: Literal["release", "row", "none"]
     cache_quantisation: Literal["release", "none"]
+    engram: TablePlace = "gpu"
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -123,6 +123,9 @@ class LLMEngine:
                         group.disconnect()
                 return []
             logits = self.runner.run(batch)
+            if self.runner.is_read_ahead:
+                spans = self.scheduler.upcoming()
+                self.runner.look_ahead([(seq.token_ids, start, end) for seq, start, end in spans])
             sampled = self._sampler.sample(logits, self._sampling_rows(batch))
         except RuntimeError as error:
             if group is not None:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,19 +66,45 @@ class WeightReader:
         """Whether the checkpoint holds a tensor of this name."""
         return name in self._tensors
 
+    def find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """A tensor that has to be there, and from now on is used."""
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise ConfigError(f"tensor {name} is missing (expected shape {list(shape)})")
+        if stored.shape != shape:
+            raise ConfigError(
+                f"tensor {name} of {stored.path} has shape {list(stored.shape)}, expected {list(shape)}"
+            )
+        if name.endswith(".scale") and stored.dtype not in ("F8_E8M0", "U8"):
+            raise ConfigError(
+                f"tensor {name} of {stored.path} is stored as {stored.dtype}, expected float8_e8m0fnu"
+            )
+        self._unread.discard(name)
+        return stored
+
     def raw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor as stored, on the device. Raises ``ConfigError`` with both shapes."""
-        place = torch.empty(shape, dtype=_torch_dtype(self._find(name, shape)), device=self.device)
-        self._fill([(name, place)])
+        place = torch.empty(shape, dtype=_torch_dtype(self.find(name, shape)), device=self.device)
+        self.fill([(name, place)])
         return place
 
-    def mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor as stored, in its file: a page of it is read when it is looked at."""
-        stored = self._find(name, shape)
+    def fill(self, wanted: Sequence[tuple[str, Tensor]]) -> None:
+        """Read tensors as stored into places of their shapes, wherever these lie."""
+        found = [(self.find(name, tuple(place.shape)), place) for name, place in wanted]
+        if self.device.type == "meta":
+            self._stream.pass_over(sum(stored.num_bytes for stored, _ in found))
+        else:
+            self._stream.read(found)
+
+    def pass_over(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """A tensor that is used and not read here: where it lies."""
+        stored = self.find(name, shape)
         self._stream.pass_over(stored.num_bytes)
-        # Copy on write: torch wants memory that it could write to, and the file stays as it is.
-        bytes_ = np.memmap(stored.path, np.uint8, mode="c", offset=stored.offset, shape=(stored.num_bytes,))
-        return torch.from_numpy(bytes_).view(_torch_dtype(stored)).view(shape)
+        return stored
+
+    def dtype_of(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
+        """How a tensor is stored."""
+        return _torch_dtype(self.find(name, shape))
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """An unquantised tensor in ``dtype`` (the engine's by default) on the device."""
@@ -122,8 +147,8 @@ class WeightReader:
             return torch.cat([self.linear(name, out_features, in_features) for name in names])
         values = self._empty(len(names), out_features, in_features, dtype=torch.float8_e4m3fn)
         scales = self._empty(len(names), *_tiles(out_features, in_features))
-        self._fill([(f"{name}.weight", values[i]) for i, name in enumerate(names)])
-        self._fill([(f"{name}.scale", scales[i]) for i, name in enumerate(names)])
+        self.fill([(f"{name}.weight", values[i]) for i, name in enumerate(names)])
+        self.fill([(f"{name}.scale", scales[i]) for i, name in enumerate(names)])
         return align_scales(Fp8Weight(values.flatten(0, 1), scales.flatten(0, 1)))
 
     def experts(
@@ -143,7 +168,7 @@ class WeightReader:
         values = self._empty(len(local), len(parts), out_features, in_features // 2)
         scales = self._empty(len(local), len(parts), out_features, in_features // SCALE_BLOCK)
         places = [(expert, part, name) for expert, row in enumerate(linears) for part, name in enumerate(row)]
-        self._fill(
+        self.fill(
             [
                 (f"{name}.{kind}", place[expert, part])
                 for expert, part, name in places
@@ -168,30 +193,6 @@ class WeightReader:
         if self.local_experts is None or (found := _EXPERT.search(name)) is None:
             return True
         return int(found[1]) in self.local_experts
-
-    def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        """A tensor that has to be there, and from now on is used."""
-        stored = self._tensors.get(name)
-        if stored is None:
-            raise ConfigError(f"tensor {name} is missing (expected shape {list(shape)})")
-        if stored.shape != shape:
-            raise ConfigError(
-                f"tensor {name} of {stored.path} has shape {list(stored.shape)}, expected {list(shape)}"
-            )
-        if name.endswith(".scale") and stored.dtype not in ("F8_E8M0", "U8"):
-            raise ConfigError(
-                f"tensor {name} of {stored.path} is stored as {stored.dtype}, expected float8_e8m0fnu"
-            )
-        self._unread.discard(name)
-        return stored
-
-    def _fill(self, wanted: Sequence[tuple[str, Tensor]]) -> None:
-        """Read tensors as stored into places of their shapes."""
-        found = [(self._find(name, tuple(place.shape)), place) for name, place in wanted]
-        if self.device.type == "meta":
-            self._stream.pass_over(sum(stored.num_bytes for stored, _ in found))
-        else:
-            self._stream.read(found)
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

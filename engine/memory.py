@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from engine.checkpoint import StoredTensor, is_ignored, read_checkpoint
 from engine.config import (
     KV_BLOCK_SIZE,
     EngineConfig,
     MemoryFacts,
+    TablePlace,
     resolve_block_counts,
     resolve_max_model_len,
 )
 from engine.errors import ConfigError
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
 
-_STORED_AS_IS = (".embed.weight", ".embed.scale")  # the n-gram tables: looked up, never multiplied
+_TABLES = (".engram.embed.weight", ".engram.embed.scale")  # looked up as stored, never multiplied
 _KEPT_IN_FLOAT32 = ("head.weight", ".gate.weight", "_fn", ".engram.q_weight", ".engram.k_weight")
 _NOT_KEPT = (".gate.bias_vl",)  # of image tokens
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -35,7 +37,9 @@ _ENTRY_BLOCK, _SCALE_BLOCK = 16, 32  # values that share a scale: of a cached en
 class MemoryEstimate:
     """Bytes on one rank's device. ``num_checkpoint_bytes`` are the text model's on disk.
 
-    ``num_weight_bytes`` are those as loaded, ``num_scratch_bytes`` a step's activations, about.
+    ``num_weight_bytes`` are those as loaded but for the n-gram tables, ``num_scratch_bytes`` a step's
+    activations, about. ``engram`` is where the tables lie, ``engram_reason`` why: if on the "gpu", they take
+    ``num_table_bytes`` of it, else ``num_staging_bytes``, for a step's rows.
     ``num_bytes_per_block`` holds 64 tokens, ``num_state_bytes`` the states of ``max_num_seqs`` rows.
     """
 
@@ -46,6 +50,10 @@ class MemoryEstimate:
     num_scratch_bytes: int
     num_state_bytes: int
     num_bytes_per_block: int
+    engram: TablePlace
+    engram_reason: str
+    num_table_bytes: int
+    num_staging_bytes: int
 
     @property
     def num_blocks_per_longest(self) -> int:
@@ -55,7 +63,8 @@ class MemoryEstimate:
     @property
     def num_fixed_bytes(self) -> int:
         """All but the KV blocks."""
-        return self.num_weight_bytes + self.num_scratch_bytes + self.num_state_bytes
+        tables = self.num_table_bytes if self.engram == "gpu" else self.num_staging_bytes
+        return self.num_weight_bytes + tables + self.num_scratch_bytes + self.num_state_bytes
 
     @property
     def num_least_bytes(self) -> int:
@@ -65,9 +74,12 @@ class MemoryEstimate:
     def describe(self, num_kv_blocks: int | None) -> str:
         """All of it in one line, for a log or a plan."""
         blocks = "" if num_kv_blocks is None else f" {_gib(num_kv_blocks * self.num_bytes_per_block)},"
+        places = {"gpu": "on the device", "host": "in host memory, once a node", "mmap": "in their files"}
+        tables = f" n-gram tables {_gib(self.num_table_bytes)} {places[self.engram]} ({self.engram_reason}),"
         return (
             f"memory of a rank: weights {_gib(self.num_weight_bytes)} in {self.dtype} "
-            f"({_gib(self.num_checkpoint_bytes)} on disk), states {_gib(self.num_state_bytes)}, "
+            f"({_gib(self.num_checkpoint_bytes)} on disk with tables),"
+            f"{tables if self.num_table_bytes else ''} states {_gib(self.num_state_bytes)}, "
             f"a step {_gib(self.num_scratch_bytes)}, KV{blocks} {self.num_bytes_per_block} bytes for "
             f"{KV_BLOCK_SIZE} tokens; at least {_gib(self.num_least_bytes)}"
         )
@@ -83,12 +95,18 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: EngineConfig, *, is_gpu: bool | None = None, num_expert_ranks: int = 1
+    config: EngineConfig,
+    *,
+    is_gpu: bool | None = None,
+    num_expert_ranks: int = 1,
+    allowed_bytes: int | None = None,
 ) -> MemoryEstimate:
     """Read the model folder's config and its safetensors headers. Raises ``ConfigError``.
 
     ``is_gpu`` says whether "auto" settings are answered for a GPU; None: where ``config.device`` is "cuda".
     Each of ``num_expert_ranks`` holds its share of every layer's routed experts, and all of the rest.
+    ``allowed_bytes`` is what a rank may take of its device, None where that is not known. Of host memory
+    nothing is known here: n-gram tables that the device does not hold are thought to fit there.
     """
     model = load_model_config(config.model)
     dtype = config.dtype
@@ -114,7 +132,8 @@ def estimate_memory(
             f"{model.n_routed_experts} experts cannot be split evenly among {num_expert_ranks} ranks"
         )
     block_bytes, state_bytes = _cache_bytes(model, config, _ITEM_BYTES[dtype])
-    return MemoryEstimate(
+    tables = [tensor for tensor in tensors if tensor.name.endswith(_TABLES)]
+    found = MemoryEstimate(
         dtype=dtype,
         max_model_len=resolve_max_model_len(config, model_max_len=model.max_position_embeddings),
         num_checkpoint_bytes=sum(tensor.num_bytes for tensor in tensors),
@@ -124,7 +143,39 @@ def estimate_memory(
         ),
         num_state_bytes=config.max_num_seqs * state_bytes,
         num_bytes_per_block=block_bytes,
+        engram="gpu",
+        engram_reason="as asked",
+        num_table_bytes=sum(tensor.num_bytes for tensor in tables),
+        num_staging_bytes=0,
     )
+    if config.engram != "auto":
+        place, reason = config.engram, found.engram_reason
+    elif not on_gpu:
+        place, reason = "mmap", "a CPU reads them there"
+    elif allowed_bytes is None or found.num_least_bytes <= allowed_bytes:
+        place, reason = "gpu", "it has room"
+    elif has_kernels:
+        place, reason = "host", f"with them a rank needs {_gib(found.num_least_bytes)} of its device"
+    else:
+        place, reason = "mmap", "no room on the device, and only kernels read host memory"
+    staging = staging_bytes(model, config, place, _ITEM_BYTES[dtype], tables) if on_gpu else 0
+    return replace(found, engram=place, engram_reason=reason, num_staging_bytes=staging)
+
+
+def staging_bytes(
+    model: DeepseekV41Config,
+    config: EngineConfig,
+    place: TablePlace,
+    item_bytes: int,
+    tables: Sequence[StoredTensor],
+) -> int:
+    """What rows of n-gram tables that are on their way take of a device: as stored, or looked up already."""
+    num_lookups = (model.engram_max_ngram_size - 1) * model.engram_n_heads * config.max_num_batched_tokens
+    if place == "gpu":
+        return 0
+    if place == "host":
+        return len(model.engram_layer_ids) * num_lookups * model.engram_head_dim * item_bytes
+    return sum(num_lookups * (tensor.num_bytes // tensor.shape[0]) for tensor in tables)
 
 
 def count_experts(model_folder: str) -> int:
@@ -135,13 +186,30 @@ def count_experts(model_folder: str) -> int:
 def step_scratch_bytes(
     model: DeepseekV41Config, config: EngineConfig, *, num_expert_ranks: int, item_bytes: int
 ) -> int:
-    """What a step takes beside weights and caches: it follows from the batch, not from the context."""
-    num_rows = config.max_num_batched_tokens
-    # The residual streams in fp32, and the handful of their copies that a layer makes.
-    streams = num_rows * model.hc_mult * model.hidden_size * 4 * 8
+    """What a step takes beside weights and caches: it follows from the batch, not from the context.
+
+    The most of what the three large sublayers hold at once beside the residual streams, as kernels run them.
+    """
+    num_rows, k, hidden = config.max_num_batched_tokens, model.hc_mult, model.hidden_size
+    heads = model.num_attention_heads * model.head_dim
+    selected = 12 * model.index_topk + 8 * model.candidate_topk_blocks
+    # Queries, rotated ones, what they attend to, and which entries.
+    attention = (2 * hidden + 3 * heads + model.q_lora_rank) * item_bytes + selected
+    # Every slot's sorted rows in and out, and what is between the products, in order and sorted.
+    slots = model.num_experts_per_tok * (2 * hidden + 2 * model.moe_intermediate_size)
+    experts = (2 * hidden + slots) * item_bytes
+    most = max(num_rows * attention, num_rows * experts)
+    if model.engram_layer_ids:
+        width = (model.engram_max_ngram_size - 1) * model.engram_n_heads * model.engram_head_dim
+        keys_and_value = (k + 1) * hidden
+        engram = num_rows * ((width + keys_and_value) * item_bytes + width)
+        if config.activation_quantisation != "row":
+            engram += keys_and_value * width * item_bytes  # the model's largest weight, widened
+        most = max(most, engram)
     # Scores are computed tile by tile, in the room of three fp32 copies of the queries.
     selection = max(12 * num_rows * model.index_n_heads * model.index_head_dim, _LEAST_SELECTION_BYTES)
-    return streams + selection + _exchange_bytes(model, num_rows, num_expert_ranks, item_bytes)
+    exchange = _exchange_bytes(model, num_rows, num_expert_ranks, item_bytes)
+    return num_rows * k * hidden * item_bytes + max(most, selection) + exchange
 
 
 def _exchange_bytes(model: DeepseekV41Config, num_rows: int, num_ranks: int, item_bytes: int) -> int:
@@ -157,9 +225,9 @@ def _num_loaded_bytes(tensor: StoredTensor, item_bytes: int, has_kernels: bool, 
     ``is_pooled``: a compressor's weight that is multiplied in float32.
     """
     name = tensor.name
-    if name.endswith(_NOT_KEPT):
+    if name.endswith((*_NOT_KEPT, *_TABLES)):
         return 0
-    if name.endswith(_STORED_AS_IS) or (has_kernels and tensor.dtype in _QUANTISED):
+    if has_kernels and tensor.dtype in _QUANTISED:
         return tensor.num_bytes
     if tensor.dtype == "F8_E8M0":
         return 0

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +25,7 @@ from engine.config import (
     resolve_block_counts,
     resolve_max_model_len,
 )
+from engine.engram_tables import EngramTables
 from engine.errors import ConfigError
 from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import ModelShape
@@ -30,9 +33,10 @@ from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import build_ngram_tables
 from engine.layers.ops import Ops, build_ops, resolve_kernel_impl
 from engine.loader import WeightReader
-from engine.memory import estimate_memory, step_scratch_bytes
+from engine.memory import MemoryEstimate, estimate_memory, step_scratch_bytes
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
 from engine.models.deepseek_v41_config import DeepseekV41Config
+from engine.node_memory import available_bytes
 from engine.parallel import ExpertGroup
 from engine.scheduler import ScheduledBatch
 from kernels.number_formats import ActivationMode
@@ -78,8 +82,10 @@ class ModelRunner:
                 num_experts=model_config.n_routed_experts,
                 num_layers=model_config.num_hidden_layers,
             )
+        self._plan = self._plan_memory(config)
         ops = build_ops(kernel_impl)
-        self.model = self._load_model(config.model, getattr(torch, dtype), activations, ops)
+        self.engram_tables: EngramTables | None = None
+        self.model = self._load_model(config, getattr(torch, dtype), activations, ops)
         if self.group is not None:
             settings: list[object] = [model_config, dtype, device_name, kernel_impl, activations]
             settings += [config.cache_quantisation, config.max_num_batched_tokens]
@@ -102,6 +108,7 @@ class ModelRunner:
             kernel_impl=kernel_impl,
             activation_quantisation=activations,
             cache_quantisation=config.cache_quantisation,
+            engram=self._plan.engram,
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -115,7 +122,7 @@ class ModelRunner:
             seed=config.seed,
         )
         self.layout = layout
-        self._log_memory(config)
+        logger.info("%s", self._plan.describe(num_blocks))
         self.cache = KVCache(
             layout,
             num_blocks=num_blocks,
@@ -125,31 +132,56 @@ class ModelRunner:
             device=self.device,
         )
 
+    def _plan_memory(self, config: EngineConfig) -> MemoryEstimate:
+        """What will be held where, before anything is loaded."""
+        is_gpu = self.device.type == "cuda"
+        ranks = 1 if self.group is None else self.group.size
+        allowed = _allowed_bytes(self.device, config) if is_gpu else None
+        return estimate_memory(config, is_gpu=is_gpu, num_expert_ranks=ranks, allowed_bytes=allowed)
+
     def _load_model(
-        self, folder: str, dtype: torch.dtype, activations: ActivationMode, ops: Ops
+        self, config: EngineConfig, dtype: torch.dtype, activations: ActivationMode, ops: Ops
     ) -> DeepseekV41Model:
-        """The model on the device, with this rank's share of the experts."""
+        """The model on the device, with this rank's share of the experts; n-gram tables where they fit."""
         reader = WeightReader(
-            folder,
+            config.model,
             dtype=dtype,
             device=self.device,
             keeps_quantised=ops.reads_quantised,
             local_experts=None if self.group is None else self.group.own_experts,
         )
+        plan = self._plan
+        if self._tables is not None:
+            self.engram_tables = EngramTables(
+                reader,
+                self.model_config,
+                self._tables,
+                ops,
+                place=plan.engram,
+                max_num_rows=config.max_num_batched_tokens,
+                may_share=lambda: config.engram == "host" or _host_has_room(plan, config),
+            )
+            if self.engram_tables.place != plan.engram:
+                reason = f"{plan.engram_reason}, and the host has no room"
+                self._plan = replace(plan, engram=self.engram_tables.place, engram_reason=reason)
         return DeepseekV41Model(
             reader,
             self.model_config,
-            self._tables,
+            self.engram_tables,
             activations=ActivationFormat(activations, ops),
             ops=ops,
             group=self.group,
         )
 
-    def _log_memory(self, config: EngineConfig) -> None:
-        """One line that says what the device will hold, before caches are there."""
-        ranks = 1 if self.group is None else self.group.size
-        plan = estimate_memory(config, is_gpu=self.device.type == "cuda", num_expert_ranks=ranks)
-        logger.info("%s", plan.describe(self.resolved.num_kv_blocks))
+    @property
+    def is_read_ahead(self) -> bool:
+        """Whether ``look_ahead`` does anything."""
+        return self.engram_tables is not None and self.engram_tables.is_read_ahead
+
+    def look_ahead(self, spans: Sequence[tuple[list[int], int, int]]) -> None:
+        """Tokens, and which of them [start, end) the next step will likely run, while this one runs."""
+        if self.engram_tables is not None:
+            self.engram_tables.look_ahead(spans)
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, trace: Trace | None = None) -> Tensor:
@@ -173,15 +205,27 @@ class ModelRunner:
         """Bytes for KV blocks: on a GPU what weights, rings and a step's scratch leave of the allowance."""
         if self.device.type == "cpu":
             return CPU_CACHE_BYTES
-        free, total = torch.cuda.mem_get_info(self.device)
         scratch = step_scratch_bytes(
             self.model_config,
             config,
             num_expert_ranks=1 if self.group is None else self.group.size,
             item_bytes=layout.dtype.itemsize,
         )
+        if self._plan.engram == "host":
+            scratch += self._plan.num_staging_bytes  # rows from files have their place already
         rings = config.max_num_seqs * layout.num_bytes_per_state
-        return int(free - (1 - config.gpu_memory_utilization) * total) - scratch - rings
+        return _allowed_bytes(self.device, config) - scratch - rings
+
+
+def _allowed_bytes(device: torch.device, config: EngineConfig) -> int:
+    """What this process may still take of its GPU."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - (1 - config.gpu_memory_utilization) * total)
+
+
+def _host_has_room(plan: MemoryEstimate, config: EngineConfig) -> bool:
+    """For tables, the KV cache's own host memory, and a quarter more, since this is not the only process."""
+    return 1.25 * (plan.num_table_bytes + config.host_memory_bytes) <= available_bytes()
 
 
 def _resolve_device(config: EngineConfig) -> Literal["cpu", "cuda"]:

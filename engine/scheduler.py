@@ -156,6 +156,24 @@ class Scheduler:
         step.moves_before = self.blocks.take_moves()
         return step
 
+    def upcoming(self) -> list[tuple[Sequence, int, int]]:
+        """Prompt rows [start, end) that the step after the one under way will likely run: a hint, no promise.
+
+        In the order of ``schedule``: prompts that were begun, the longest first, then those that wait.
+        """
+        reached = {} if self._step is None else {chunk.seq.seq_id: chunk.end for chunk in self._step.chunks}
+        queue = sorted(self._running, key=lambda seq: -seq.num_uncomputed_tokens)
+        if len(self._running) < self.config.max_num_seqs and not self._is_short:
+            queue += self._waiting[:ADMISSION_LOOKAHEAD]
+        found, left = [], self.config.max_num_batched_tokens
+        for seq in queue:
+            start = reached.get(seq.seq_id, seq.num_computed_tokens)
+            end = min(start + left, seq.num_prompt_tokens)
+            if start < end:
+                found.append((seq, start, end))
+                left -= end - start
+        return found
+
     def finish_step(self, batch: ScheduledBatch) -> None:
         """After the device ran ``batch``: advance progress, publish full blocks, register snapshots."""
         assert batch is self._step, "steps are finished once each, in order"

@@ -26,6 +26,7 @@ SPEED_ONLY = frozenset(
         "model",
         "device",
         "device_name",
+        "engram",
         "max_num_seqs",
         "max_num_batched_tokens",
         "num_kv_blocks",

@@ -107,8 +107,13 @@ def forecast_job(
     check_folder(output_folder(job), plan)
     # Whoever names a device's memory plans for a GPU.
     is_gpu = job.engine.device == "cuda" or (job.engine.device == "auto" and device_bytes is not None)
-    num_expert_ranks = job.cluster.ranks_per_replica
-    memory = estimate_memory(engine_config(job), is_gpu=is_gpu, num_expert_ranks=num_expert_ranks)
+    allowed = None if device_bytes is None else int(job.engine.gpu_memory_utilization * device_bytes)
+    memory = estimate_memory(
+        engine_config(job),
+        is_gpu=is_gpu,
+        num_expert_ranks=job.cluster.ranks_per_replica,
+        allowed_bytes=allowed,
+    )
     obstacles: list[str] = []
     num_kv_blocks = _count_blocks(job, memory, device_bytes, obstacles)
     facts = _look_at_rows(job, plan, _draw(plan, max_num_rows, seed), memory.max_model_len, num_kv_blocks)

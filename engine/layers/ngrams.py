@@ -1,13 +1,14 @@
 """Engram's host-side tables: token classes, primes, row offsets and multipliers; the model page's section 8.
 
 All of it follows from the tokenizer and the config; nothing is learned, nothing is read from a file
-of its own. Runs once per engine, on numpy.
+of its own. On numpy: tables once per engine, the classes of a step's tokens before it runs.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +58,22 @@ def build_ngram_tables(config: DeepseekV41Config, tokenizer: Tokenizer) -> Ngram
     return NgramTables(
         padded, int(classes[config.engram_pad_token_id]), np.stack(multipliers), primes, offsets
     )
+
+
+def ngram_classes(tables: NgramTables, token_ids: Sequence[int], first: int, end: int) -> np.ndarray:
+    """[end - first, N] int64 classes of the last N tokens of positions first..end, newest first.
+
+    Pad where a look-back crosses the start of ``token_ids``.
+    """
+    size = tables.multipliers.shape[1]
+    classes = np.full((max(0, end - first), size), tables.pad_class, dtype=np.int64)
+    history = max(0, first - size + 1)
+    known = tables.token_classes[np.asarray(token_ids[history:end], dtype=np.int64)]
+    for back in range(size):
+        low = max(first, back)
+        if low < end:
+            classes[low - first :, back] = known[low - back - history : end - back - history]
+    return classes
 
 
 def token_classes(tokenizer: Tokenizer) -> np.ndarray:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import BatchInputs
+from engine.engram_tables import EngramTables, TableRows
 from engine.kv_cache import KVCache
 from engine.layers.attention import Attention
 from engine.layers.engram import Engram
@@ -19,7 +20,6 @@ from engine.layers.hyper_connections import HyperConnection, ResidualStreams
 from engine.layers.indexer import Selection
 from engine.layers.linear import ActivationFormat
 from engine.layers.moe import MoE
-from engine.layers.ngrams import NgramTables
 from engine.layers.ops import Ops
 from engine.layers.rotary import RotaryEmbedding
 from engine.loader import WeightReader
@@ -39,7 +39,7 @@ class DecoderLayer:
         reader: WeightReader,
         config: DeepseekV41Config,
         layer: int,
-        tables: NgramTables | None,
+        tables: EngramTables | None,
         activations: ActivationFormat,
         rotary: RotaryEmbedding,
         ops: Ops,
@@ -49,7 +49,7 @@ class DecoderLayer:
         self._layer = layer
         self._engram: Engram | None = None
         if layer in config.engram_layer_ids:
-            assert tables is not None, "a model with engram layers has n-gram tables"
+            assert tables is not None, "a model with engram layers has tables"
             index = config.engram_layer_ids.index(layer)
             self._engram = Engram(reader, f"{prefix}.engram", config, index, tables, activations, ops)
         self._attn_site = HyperConnection(
@@ -60,20 +60,28 @@ class DecoderLayer:
         exchange = None if group is None else ExpertExchange(group, layer)
         self._moe = MoE(reader, f"{prefix}.ffn", config, activations, ops, exchange)
 
+    def prefetch(self, batch: BatchInputs, table_rows: dict[int, TableRows]) -> None:
+        """Set out for the table rows that this layer will look up, if it does."""
+        if self._engram is not None:
+            table_rows[self._layer] = self._engram.prefetch(batch, batch.layers[self._layer].rows)
+
     def __call__(
         self,
         residual: ResidualStreams,
         batch: BatchInputs,
         cache: KVCache,
         selection: Selection | None,
+        table_rows: dict[int, TableRows],
         trace: Trace | None,
     ) -> tuple[bool, Selection | None]:
         """Input rows become output rows, in place. Returns whether there are any, and the selection."""
         inputs = batch.layers[self._layer]
         if self._engram is not None:
-            rows = self._engram.hash_rows(batch.ngram_classes(inputs.rows))
+            rows = table_rows.pop(self._layer)
             residual.streams = self._engram(residual.streams, rows)
-            _record(trace, f"hash_ids.layer{self._layer}", rows)
+            if trace is not None:
+                trace(f"hash_ids.layer{self._layer}", rows.hash_rows())
+            del rows  # they may hold what was looked up
         x = residual.read(self._attn_site)
         if inputs.keep is not None and selection is not None:
             selection = selection.take(inputs.keep)
@@ -114,7 +122,7 @@ class DeepseekV41Model:
         self,
         reader: WeightReader,
         config: DeepseekV41Config,
-        tables: NgramTables | None,
+        tables: EngramTables | None,
         *,
         activations: ActivationFormat,
         ops: Ops,
@@ -135,10 +143,13 @@ class DeepseekV41Model:
 
     def forward(self, batch: BatchInputs, cache: KVCache, trace: Trace | None = None) -> Tensor:
         """Run one step and return the fp32 logits of the batch's sampled rows, [num_samples, vocab]."""
+        table_rows: dict[int, TableRows] = {}
+        for layer in self._layers:
+            layer.prefetch(batch, table_rows)
         residual = ResidualStreams(self._embed[batch.token_ids], self.config, self._ops)
         selection: Selection | None = None
         for index, layer in enumerate(self._layers):
-            has_rows, selection = layer(residual, batch, cache, selection, trace)
+            has_rows, selection = layer(residual, batch, cache, selection, table_rows, trace)
             if not has_rows:
                 # Every chunk is far from its prompt's end: no later layer has a row of this rank to run.
                 self.join(index)

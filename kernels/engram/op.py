@@ -18,8 +18,9 @@ def engram_gather(
     """Look table rows up and widen them.
 
     Args:
-        table: [num_table_rows, dim] float8_e4m3fn with ``scale``, else bfloat16 or float32.
-        scale: [num_table_rows, dim / 32] uint8 e8m0, or None.
+        table: [num_table_rows, dim] float8_e4m3fn with ``scale``, else bfloat16 or float32; on the device of
+            ``rows``, or page-locked in host memory.
+        scale: [num_table_rows, dim / 32] uint8 e8m0, where ``table`` is, or None.
         rows: [num_rows, num_lookups] int32 or int64 rows of ``table``.
         dtype: float32 or bfloat16 of the result; exact in both.
         out: [num_rows, num_lookups * dim]; None allocates.
@@ -34,13 +35,17 @@ def engram_gather(
         raise ValueError(f"dtype: expected {' or '.join(map(str, FLOATS))}, got {dtype}")
     expect_tensor("table", table, (None, None), FLOATS if scale is None else (torch.float8_e4m3fn,))
     dim = table.shape[1]
-    expect_tensor("rows", rows, (None, None), INDICES, like=table)
+    expect_tensor("rows", rows, (None, None), INDICES)
+    if table.device != rows.device and not table.is_pinned():
+        raise ValueError(
+            f"table: expected device {rows.device} or page-locked host memory, got {table.device}"
+        )
     num_rows, num_lookups = rows.shape
     if scale is not None:
         if dim % 32:
             raise ValueError(f"table: expected a width that is a multiple of 32, got {dim}")
         expect_tensor("scale", scale, (table.shape[0], dim // 32), (torch.uint8,), like=table)
-    out = expect_output("out", out, (num_rows, num_lookups * dim), dtype, table)
+    out = expect_output("out", out, (num_rows, num_lookups * dim), dtype, rows)
     expect_dense("out", out)
     if num_rows and num_lookups:
         engram_gather_kernel[(num_rows,)](

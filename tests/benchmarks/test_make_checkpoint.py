@@ -17,6 +17,7 @@ from engine import loader
 from engine.api import Request, SamplingParams
 from engine.checkpoint import read_checkpoint
 from engine.config import EngineConfig
+from engine.engram_tables import EngramTables
 from engine.errors import ConfigError
 from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import NgramTables, bucket_primes
@@ -116,7 +117,13 @@ def test_every_name_of_the_release_is_asked_for_or_ignored(
         reader = WeightReader(
             tmp_path, dtype=torch.bfloat16, device=torch.device("meta"), keeps_quantised=True, **share
         )
-        return DeepseekV41Model(reader, config, tables, activations=ActivationFormat("row", ops), ops=ops)
+        return DeepseekV41Model(
+            reader,
+            config,
+            EngramTables(reader, config, tables, ops),
+            activations=ActivationFormat("row", ops),
+            ops=ops,
+        )
 
     build()
     rank = build(local_experts=range(96, 192))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.api import Request
 from engine.batch import BatchInputs
+from engine.engram_tables import EngramTables
 from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import DecoderPrefill, ModelShape
 from engine.layers.linear import ActivationFormat
@@ -90,12 +91,14 @@ def load_model(
     """Load a model folder; with ``noise_seed`` its sums end about a last bit away from where they would."""
     torch.set_num_threads(1)
     config = load_model_config(folder)
-    tables = None
+    tables, engram = None, None
     if config.engram_layer_ids:
         tables = build_ngram_tables(config, Tokenizer.from_file(str(folder / "tokenizer.json")))
     ops = with_rounding_noise(build_ops(kernel_impl), noise_seed, device)
     reader = WeightReader(folder, dtype=dtype, device=device, keeps_quantised=ops.reads_quantised)
-    model = DeepseekV41Model(reader, config, tables, activations=ActivationFormat(activations, ops), ops=ops)
+    if tables is not None:
+        engram = EngramTables(reader, config, tables, ops)
+    model = DeepseekV41Model(reader, config, engram, activations=ActivationFormat(activations, ops), ops=ops)
     shape = ModelShape(
         num_layers=config.num_hidden_layers, window=config.sliding_window, decoder_start=config.decoder_start
     )

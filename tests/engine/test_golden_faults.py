@@ -62,7 +62,8 @@ def _no_engram(layer: DecoderLayer) -> None:
 
 def _other_multipliers(layer: DecoderLayer) -> None:
     if layer._engram is not None:
-        layer._engram._multipliers = layer._engram._multipliers + 2
+        numbers = layer._engram._tables._tables[layer._engram._index]._hash._numbers
+        numbers[0] = numbers[0] + 2
 
 
 def _no_router_bias(layer: DecoderLayer) -> None:

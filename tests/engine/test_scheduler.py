@@ -400,3 +400,30 @@ def test_samples_of_one_prompt_share_its_blocks() -> None:
     assert stats.num_preemptions == 0
     # All are added at once, and yet only one computes the prompt: the others wait for it for one step.
     assert stats.num_prefill_tokens == 600 + 7 * (600 - 576)
+
+
+def test_upcoming_rows_are_those_of_the_next_step() -> None:
+    """Prompts alone, with room for all: what is hinted at while a step runs is what the next one does."""
+    rng = random.Random(11)
+    harness = Harness(SHAPES[0], num_kv_blocks=200, max_num_batched_tokens=50, enable_prefix_caching=False)
+    for seq_id in range(7):
+        harness.add(build_sequence(seq_id, [rng.randrange(3) for _ in range(rng.randrange(1, 200))], 1))
+    hinted = harness.scheduler.upcoming()
+    while harness.scheduler.has_unfinished():
+        batch = harness.scheduler.schedule()
+        assert batch is not None
+        assert [(chunk.seq, chunk.start, chunk.end) for chunk in batch.chunks] == hinted
+        hinted = harness.scheduler.upcoming()
+        harness.scheduler.finish_step(batch)
+        for chunk in batch.chunks:
+            if chunk.samples:
+                harness.scheduler.finish(chunk.seq)
+    assert hinted == []
+
+
+def test_nothing_is_hinted_at_that_cannot_be_next() -> None:
+    harness = Harness(SHAPES[0], max_num_seqs=2, max_num_batched_tokens=64)
+    for seq_id in range(3):
+        harness.add(build_sequence(seq_id, [1] * 10, 5))
+    harness.step()
+    assert harness.scheduler.upcoming() == [], "two decode, and the third has no place"

@@ -24,6 +24,8 @@ def test_a_wrong_argument_is_named() -> None:
             torch.zeros(2, 3, dtype=torch.int64),
             dtype=torch.float32,
         )
+    with pytest.raises(ValueError, match=r"^table: expected device meta or page-locked host memory, got cpu"):
+        engram_gather(table, None, torch.zeros(2, 3, dtype=torch.int64, device="meta"), dtype=torch.float32)
     streams, weight = torch.zeros(2, 4, 32), torch.zeros(4, 32)
     with pytest.raises(ValueError, match=r"^value: expected shape \(2, 32\), got \(3, 32\)"):
         engram_gate(streams, streams, torch.zeros(3, 32), weight, weight, eps=1e-6)
