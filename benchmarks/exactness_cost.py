@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.environment import describe
 from engine import EngineConfig, Request, SamplingParams
 from engine.llm_engine import LLMEngine
-from kernels.linear import HOPPER_TILES, HopperConfig, fp8_linear, linear_reference
+from kernels.linear import HOPPER_TILES, fp8_linear, linear_reference
 from kernels.number_formats import quantise_activations
 
 USERS = (
@@ -83,7 +83,6 @@ def compare_kernels(row_counts: list[int]) -> None:
     from benchmarks.kernels.bench_linear import CACHE_BYTES, LARGE, in_turn, random_weight, rows_of, scaled_mm
     from benchmarks.kernels.captured import LAUNCHES, captured_ms
 
-    tiles = [*HOPPER_TILES, HopperConfig(128, 256, 3, 8)]
     print("fp8 kernels: microseconds ours / best tiles (ratio), library (ratio)")
     for name, (inputs, outputs) in (SHAPES | LARGE).items():
         count = min(LAUNCHES, 1 + CACHE_BYTES // (inputs * outputs))
@@ -93,7 +92,7 @@ def compare_kernels(row_counts: list[int]) -> None:
             ours = in_turn([lambda w=w, x=x: fp8_linear(x, w, dtype=torch.bfloat16) for w in weights])
             chosen = captured_ms(ours, 0.1) * 1e3
             times = [chosen]
-            for tile in tiles:
+            for tile in HOPPER_TILES:
                 # A tile far from the rows there are is hopeless, and slow to measure.
                 if rows / 8 <= tile.block_rows <= 4 * rows or tile.block_rows == 256:
                     with patch("kernels.linear.op.choose_hopper_config", lambda *_, tile=tile: tile):

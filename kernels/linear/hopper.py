@@ -1,11 +1,8 @@
 """Device code of wide linear layers on Hopper: fp8 or bfloat16 operands, each tile of them copied whole.
 
 Programs take tiles in turn. One producer warp asks for tiles of both operands ahead of time; each group of
-four consumer warps multiplies 64 outputs, one chain over all inputs. Weights are the left operand, so that
-few rows make a narrow tile of the same instruction.
-
-An fp8 weight's scale belongs to 32 x 32 values and one instruction reads 32 inputs, so the running sum is
-kept in units of the current scale and moved, which is exact, where the next scale differs.
+four consumer warps multiplies 64 outputs over all inputs. Weights are the left operand, so that
+few rows make a narrow tile of the same instruction. ``hopper_sums.py`` has the sums.
 """
 
 # mypy: ignore-errors
@@ -20,13 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-WARPGROUP_OUT = gl.constexpr(64)
-MAX_FALL = gl.constexpr(64)
-"""A scale this many powers of two below the running one adds nothing that a sum could hold."""
+from kernels.linear.hopper_sums import WARPGROUP_OUT, power, sum_halves, sum_pairs, sum_wide
+
+PREFETCH = gl.constexpr("prefetch.global.L1 [$1]; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -39,9 +34,18 @@ def _place(tile, num_row_tiles, OUT_TILES: gl.constexpr, BAND: gl.constexpr):
 
 
 @gluon.jit
+def _prefetch_scales(scale_ptr, first, LENGTH: gl.constexpr, END: gl.constexpr):
+    """Words of a tile into the cache, 32 bytes a lane: consumers ask for them one step after another."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    word = gl.minimum(first + gl.minimum(8 * lane, LENGTH - 1), END - 1)
+    gl.inline_asm_elementwise(PREFETCH, "=r,l", [(scale_ptr + word).to(gl.int64)], gl.int32, False, 1)
+
+
+@gluon.jit
 def _produce(
-    x_desc, weight_desc, x_smem, weight_smem, full, empty, num_row_tiles,
-    OUT_TILES: gl.constexpr, K_TILES: gl.constexpr, GROUP_OUT: gl.constexpr, BAND: gl.constexpr,
+    x_desc, weight_desc, scale_ptr, x_smem, weight_smem, full, empty, num_row_tiles,
+    OUT_TILES: gl.constexpr, K_TILES: gl.constexpr, OUT: gl.constexpr, GROUP_OUT: gl.constexpr,
+    BAND: gl.constexpr,
 ):  # fmt: skip
     """Ask for the operands of every step of every tile, as far ahead as there are stages."""
     stages: gl.constexpr = x_smem.shape[0]
@@ -53,6 +57,9 @@ def _produce(
         first_out = out_tile * weight_smem.shape[1]
         first_row = row_tile * x_smem.shape[1]
         first_in = first_out // GROUP_OUT * (K_TILES * block_k)
+        if x_smem.dtype == gl.float8e4nv:
+            length: gl.constexpr = weight_smem.shape[1] // 32 * K_TILES
+            _prefetch_scales(scale_ptr, first_out // 32 * K_TILES, length, OUT // 32 * K_TILES)
         for step in range(K_TILES):
             stage = count % stages
             ready = full.index(stage)
@@ -68,31 +75,18 @@ def _produce(
 
 
 @gluon.jit
-def _power(exponent):
-    """2^exponent in fp32; below the smallest normal number, that number."""
-    return ((gl.maximum(exponent, -126) + 127) << 23).to(gl.float32, bitcast=True)
+def _scaled_rows(acc, row_scale_ptr, first_row, num_rows):
+    row = first_row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    row_scale = gl.load(row_scale_ptr + row, mask=row < num_rows, other=127).to(gl.int32)
+    return acc * power(row_scale - 127)[None, :]
 
 
 @gluon.jit
-def _load_words(words_0, words_1, step, K_TILES: gl.constexpr):
-    step = gl.minimum(step, K_TILES - 1)
-    return gl.load(words_0 + step), gl.load(words_1 + step)
-
-
-@gluon.jit
-def _scaled_step(acc, weight, x, word_0, word_1, unit_0, unit_1):
-    """A step whose scales differ from the running units: instruction by instruction."""
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    upper = gl.arange(0, WARPGROUP_OUT, gl.SliceLayout(1, acc.type.layout)) >= 32
-    for part in gl.static_range(4):
-        next_0 = gl.maximum((word_0 >> (8 * part)) & 255, unit_0 - MAX_FALL)
-        next_1 = gl.maximum((word_1 >> (8 * part)) & 255, unit_1 - MAX_FALL)
-        if (next_0 != unit_0) | (next_1 != unit_1):
-            acc = acc * gl.where(upper, _power(unit_1 - next_1), _power(unit_0 - next_0))[:, None]
-        acc = warpgroup_mma(weight.slice(part * 32, 32, 1), x.slice(part * 32, 32, 0), acc)
-        unit_0 = next_0
-        unit_1 = next_1
-    return acc, unit_0, unit_1
+def _store(acc, out_desc, out_smem, first_row, first_out):
+    tma.store_wait(0)
+    out_smem.store(acc.to(gl.bfloat16).permute((1, 0)))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [first_row, first_out], out_smem)
 
 
 @gluon.jit
@@ -102,64 +96,42 @@ def _multiply(
     WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """Multiply, scale, round and store 64 outputs of each tile. Scales come as words of four, one a step."""
-    stages: gl.constexpr = x_smem.shape[0]
     block_rows: gl.constexpr = x_smem.shape[1]
     is_fp8: gl.constexpr = x_smem.dtype == gl.float8e4nv
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_rows, 32 if is_fp8 else 16])
+    FIRST: gl.constexpr = WARPGROUP * WARPGROUP_OUT
     count = 0
     for tile in range(gl.program_id(0), num_row_tiles * OUT_TILES, gl.num_programs(0)):
         out_tile, row_tile = _place(tile, num_row_tiles, OUT_TILES, BAND)
-        first_out = out_tile * weight_smem.shape[1] + WARPGROUP * WARPGROUP_OUT
+        first_out = out_tile * weight_smem.shape[1] + FIRST
         first_row = row_tile * block_rows
-        acc = gl.zeros([WARPGROUP_OUT, block_rows], gl.float32, layout)
         if is_fp8:
             # A tile may reach past the last output; there any scale will do.
-            # Words are asked for three steps ahead.
             words_0 = scale_ptr + gl.minimum(first_out // 32, OUT // 32 - 1) * K_TILES
             words_1 = scale_ptr + gl.minimum(first_out // 32 + 1, OUT // 32 - 1) * K_TILES
-            word_0, word_1 = _load_words(words_0, words_1, 0, K_TILES)
-            later_0, later_1 = _load_words(words_0, words_1, 1, K_TILES)
-            last_0, last_1 = _load_words(words_0, words_1, 2, K_TILES)
-            unit_0 = word_0 & 255
-            unit_1 = word_1 & 255
-        for step in range(K_TILES):
-            stage = count % stages
-            if is_fp8:
-                new_0, new_1 = _load_words(words_0, words_1, step + 3, K_TILES)
-            mbarrier.wait(full.index(stage), (count // stages) & 1)
-            weight = weight_smem.index(stage).slice(WARPGROUP * WARPGROUP_OUT, WARPGROUP_OUT)
-            x = x_smem.index(stage).permute((1, 0))
-            if is_fp8:
-                if (word_0 == unit_0 * 0x01010101) & (word_1 == unit_1 * 0x01010101):
-                    pending = warpgroup_mma(weight, x, acc, is_async=True)
-                    acc = warpgroup_mma_wait(1, deps=[pending])
-                else:
-                    acc, unit_0, unit_1 = _scaled_step(acc, weight, x, word_0, word_1, unit_0, unit_1)
-                word_0 = later_0
-                word_1 = later_1
-                later_0 = last_0
-                later_1 = last_1
-                last_0 = new_0
-                last_1 = new_1
+            if block_rows == 256:
+                low, high = sum_halves(
+                    x_smem, weight_smem, full, empty, count, words_0, words_1, num_rows < 0, K_TILES, FIRST
+                )
+                low = _scaled_rows(low, row_scale_ptr, first_row, num_rows)
+                _store(low, out_desc, out_smem, first_row, first_out)
+                high = _scaled_rows(high, row_scale_ptr, first_row + 128, num_rows)
+                _store(high, out_desc, out_smem, first_row + 128, first_out)
             else:
-                pending = warpgroup_mma(weight, x, acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=[pending])
-            # One step's products may still be under way: the stage before is free.
-            if step > 0:
-                mbarrier.arrive(empty.index((count - 1) % stages), count=1)
-            count += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index((count - 1) % stages), count=1)
-        if is_fp8:
-            upper = gl.arange(0, WARPGROUP_OUT, gl.SliceLayout(1, layout)) >= 32
-            row = first_row + gl.arange(0, block_rows, gl.SliceLayout(0, layout))
-            row_scale = gl.load(row_scale_ptr + row, mask=row < num_rows, other=127).to(gl.int32)
-            acc = acc * gl.where(upper, _power(unit_1 - 127), _power(unit_0 - 127))[:, None]
-            acc = acc * _power(row_scale - 127)[None, :]
-        tma.store_wait(0)
-        out_smem.store(acc.to(gl.bfloat16).permute((1, 0)))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [first_row, first_out], out_smem)
+                acc = sum_pairs(
+                    x_smem, weight_smem, full, empty, count, words_0, words_1, num_rows < 0, K_TILES, FIRST
+                )
+                acc = _scaled_rows(acc, row_scale_ptr, first_row, num_rows)
+                _store(acc, out_desc, out_smem, first_row, first_out)
+        else:
+            acc = sum_wide(x_smem, weight_smem, full, empty, count, K_TILES, FIRST)
+            if block_rows == 256:
+                # In two halves, so that the memory they pass through leaves room for one more stage.
+                low, high = acc.reshape([WARPGROUP_OUT, 2, 128]).permute((0, 2, 1)).split()
+                _store(low, out_desc, out_smem, first_row, first_out)
+                _store(high, out_desc, out_smem, first_row + 128, first_out)
+            else:
+                _store(acc, out_desc, out_smem, first_row, first_out)
+        count += K_TILES
     tma.store_wait(0)
 
 
@@ -178,7 +150,7 @@ def hopper_linear_kernel(
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_block, x_desc.layout)
     weight_smem = gl.allocate_shared_memory(weight_desc.dtype, [STAGES] + weight_block, weight_desc.layout)
     out_smem = gl.allocate_shared_memory(
-        gl.bfloat16, [warpgroups, x_block[0], WARPGROUP_OUT], out_desc.layout
+        gl.bfloat16, [warpgroups] + out_desc.block_type.shape, out_desc.layout
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -206,8 +178,8 @@ def hopper_linear_kernel(
                 (
                     _produce,
                     (
-                        x_desc, weight_desc, x_smem, weight_smem, full, empty, num_row_tiles,
-                        out_tiles, K_TILES, GROUP_OUT, BAND,
+                        x_desc, weight_desc, scale_ptr, x_smem, weight_smem, full, empty, num_row_tiles,
+                        out_tiles, K_TILES, OUT, GROUP_OUT, BAND,
                     ),
                 ),
             ],
@@ -227,8 +199,8 @@ def hopper_linear_kernel(
                 (
                     _produce,
                     (
-                        x_desc, weight_desc, x_smem, weight_smem, full, empty, num_row_tiles,
-                        out_tiles, K_TILES, GROUP_OUT, BAND,
+                        x_desc, weight_desc, scale_ptr, x_smem, weight_smem, full, empty, num_row_tiles,
+                        out_tiles, K_TILES, OUT, GROUP_OUT, BAND,
                     ),
                 ),
             ],

@@ -12,13 +12,15 @@ from kernels.linear.reference import Fp8Weight
 from kernels.number_formats import SCALE_BLOCK
 
 MAX_SHIFT = 8
+GROUP = 4
+"""Tiles that the fp8 product adds up before it multiplies by their scale."""
 
 
 def align_scales(weight: Fp8Weight) -> Fp8Weight:
-    """Give the tiles of a row of tiles one scale wherever that is exact; the value of no element changes.
+    """Give the four tiles of 128 inputs one scale wherever that is exact; the value of no element changes.
 
     A tile moves to a larger scale when every value, divided by that power of two, is still an e4m3
-    number. The scale of a row of tiles is the one that most of its tiles can have; the others keep theirs.
+    number. The scale of a group is the one that most of its tiles can have; the others keep theirs.
     """
     tiles = _tiles(weight.values)
     exponents = weight.scales.to(torch.int32)
@@ -27,13 +29,8 @@ def align_scales(weight: Fp8Weight) -> Fp8Weight:
         room[_shifted(tiles, torch.full_like(exponents, step))[1]] = step
     is_zero = (tiles.float() == 0).all(3).all(1)
     room[is_zero] = 255
-    lowest = exponents.masked_fill(is_zero, 0).amax(1, keepdim=True)
-    best, target = torch.full_like(lowest, -1), lowest
-    for fall in range(MAX_SHIFT + 1):
-        candidate = lowest - fall
-        count = _can_move(exponents, candidate, room, is_zero).sum(1, keepdim=True).to(torch.int32)
-        is_better = (count > best) & (candidate >= 0)
-        best, target = torch.where(is_better, count, best), torch.where(is_better, candidate, target)
+    grouped = (_grouped(exponents, 0), _grouped(room, 0), _grouped(is_zero, True))
+    target = _targets(*grouped).repeat_interleave(GROUP, 1)[:, : exponents.shape[1]]
     shift = torch.where(
         _can_move(exponents, target, room, is_zero) & ~is_zero,
         target - exponents,
@@ -43,6 +40,23 @@ def align_scales(weight: Fp8Weight) -> Fp8Weight:
     values = _shifted(tiles, shift)[0].flatten(2).flatten(0, 1)
     rows, columns = weight.values.shape
     return Fp8Weight(values[:rows, :columns].contiguous(), moved.contiguous())
+
+
+def _grouped(x: Tensor, padding: int | bool) -> Tensor:
+    """[rows, columns] -> [rows, groups, tiles of a group], a last group filled up."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP), value=padding).unflatten(1, (-1, GROUP))
+
+
+def _targets(exponents: Tensor, room: Tensor, is_zero: Tensor) -> Tensor:
+    """[rows, groups]: the scale that most tiles of each group can have, the largest of those."""
+    lowest = exponents.masked_fill(is_zero, 0).amax(2, keepdim=True)
+    best, target = torch.full_like(lowest, -1), lowest
+    for fall in range(MAX_SHIFT + 1):
+        candidate = lowest - fall
+        count = _can_move(exponents, candidate, room, is_zero).sum(2, keepdim=True).to(torch.int32)
+        is_better = (count > best) & (candidate >= 0)
+        best, target = torch.where(is_better, count, best), torch.where(is_better, candidate, target)
+    return target.squeeze(2)
 
 
 def _tiles(values: Tensor) -> Tensor:

@@ -77,6 +77,8 @@ class HopperConfig(NamedTuple):
     block_rows: int
     num_stages: int
     band: int
+    per_processor: int
+    """Programs that run side by side on a multiprocessor."""
 
 
 def runs_on_hopper_kernel(
@@ -88,20 +90,33 @@ def runs_on_hopper_kernel(
     return capability == HOPPER and width > 0 and in_features % width == 0 and group_out % whole_out == 0
 
 
+class StepTime(NamedTuple):
+    """Nanoseconds of one step of 128 inputs."""
+
+    lone: int
+    """Of one program by itself."""
+    full: int
+    """Of as many programs as run side by side."""
+
+
 HOPPER_TILES = {
-    HopperConfig(64, 16, 16, 8): 250,
-    HopperConfig(64, 64, 12, 8): 350,
-    HopperConfig(128, 128, 5, 8): 500,
+    HopperConfig(64, 16, 8, 8, 2): StepTime(220, 490),
+    HopperConfig(64, 64, 6, 8, 2): StepTime(310, 570),
+    HopperConfig(128, 128, 6, 8, 1): StepTime(530, 640),
+    HopperConfig(128, 256, 4, 8, 1): StepTime(990, 1190),
 }
-"""Tiles that the contract has shown to give equal bytes, and what a step of one takes in nanoseconds."""
+"""Tiles that give equal bytes, and what they cost on an H200."""
 
 
 def choose_hopper_config(num_out: int, num_rows: int, num_processors: int) -> HopperConfig:
-    """The tiles that are through first. None changes a sum: each output is one chain over all inputs."""
+    """The tiles that are through first. None changes a sum: each output adds the same parts in one order."""
 
-    def cost(config: HopperConfig) -> int:
+    def cost(config: HopperConfig) -> float:
+        slots = num_processors * config.per_processor
         tiles = -(-num_out // config.block_out) * -(-num_rows // config.block_rows)
-        return -(-tiles // num_processors) * HOPPER_TILES[config]
+        rounds, rest = divmod(tiles, slots)
+        time = HOPPER_TILES[config]
+        return rounds * time.full + (max(time.lone, time.full * rest / slots) if rest else 0)
 
     # A tile of which most would be empty reads more than it saves.
     fitting = [config for config in HOPPER_TILES if config.block_rows < max(2 * num_rows, 32)]

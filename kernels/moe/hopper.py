@@ -5,6 +5,8 @@ warp brings rows and packed weights to shared memory; two consumer warpgroups, 6
 weights in registers while the tensor cores run. Weights are the left operand, so any number of rows uses one
 instruction family with one order of the depth: a row's bits do not depend on how many rows its expert has.
 
+The tensor cores cut a running fp8 sum to about 14 bits, so every 128 products are added in fp32.
+
 Widening is exact. To e4m3, a group's exponent, relative to its row's base, goes into the number's own
 exponent (12 of them fit); to bfloat16, any exponent fits. Tiles with a wider row take the second way.
 """
@@ -154,11 +156,14 @@ def _finish_bf16(numbers, factor, mma_layout: gl.constexpr):
 
 @gluon.jit
 def _advance(
-    x_smem, packed_smem, scale_smem, full, empty, count, base, pending,
+    x_smem, packed_smem, scale_smem, full, empty, count, base, total, pending,
     GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, IS_FIRST: gl.constexpr,
     IS_FP8: gl.constexpr,
 ):  # fmt: skip
-    """Widen a block while the one before is multiplied, wait for that one, start this one."""
+    """Widen a block while the one before is multiplied, wait for that one, start this one.
+
+    bfloat16 products go on adding to ``pending``; fp8 ones are parts of 128 each, added to ``total``.
+    """
     mma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32 if IS_FP8 else 16])
     stage = count % STAGES
     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
@@ -174,16 +179,18 @@ def _advance(
         pending = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
     if IS_FP8:
+        if not IS_FIRST:
+            total = total + pending
         x = x_smem.index(stage).slice(0, ROWS).permute((1, 0))
         left = _finish_e4m3(first, second, first_sign, second_sign, mma_layout)
-        return warpgroup_mma(left, x, pending, use_acc=not IS_FIRST, is_async=True)
+        return total, warpgroup_mma(left, x, pending, use_acc=False, is_async=True)
     else:
         left = _finish_bf16(first, factor, mma_layout)
         right = _finish_bf16(second, factor, mma_layout)
         x = x_smem.index(2 * stage).slice(0, ROWS).permute((1, 0))
         pending = warpgroup_mma(left, x, pending, use_acc=not IS_FIRST, is_async=True)
         x = x_smem.index(2 * stage + 1).slice(0, ROWS).permute((1, 0))
-        return warpgroup_mma(right, x, pending, is_async=True)
+        return total, warpgroup_mma(right, x, pending, is_async=True)
 
 
 @gluon.jit
@@ -199,47 +206,61 @@ def _multiply(
     gl.static_assert(NUM_BLOCKS % 2 == 0)
     mma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32 if IS_FP8 else 16])
     acc = gl.zeros([64, ROWS], gl.float32, mma_layout)
-    acc = _advance(
-        x_smem, packed_smem, scale_smem, full, empty, count, base, acc, GROUP, STAGES, ROWS, True, IS_FP8
-    )
+    total = gl.zeros([64, ROWS], gl.float32, mma_layout) if IS_FP8 else 0.0
+    total, acc = _advance(
+        x_smem, packed_smem, scale_smem, full, empty, count, base, total, acc,
+        GROUP, STAGES, ROWS, True, IS_FP8,
+    )  # fmt: skip
     for _ in range(NUM_BLOCKS // 2 - 1):
-        acc = _advance(
-            x_smem,
-            packed_smem,
-            scale_smem,
-            full,
-            empty,
-            count + 1,
-            base,
-            acc,
-            GROUP,
-            STAGES,
-            ROWS,
-            False,
-            IS_FP8,
-        )
-        acc = _advance(
-            x_smem,
-            packed_smem,
-            scale_smem,
-            full,
-            empty,
-            count + 2,
-            base,
-            acc,
-            GROUP,
-            STAGES,
-            ROWS,
-            False,
-            IS_FP8,
-        )
+        total, acc = _advance(
+            x_smem, packed_smem, scale_smem, full, empty, count + 1, base, total, acc,
+            GROUP, STAGES, ROWS, False, IS_FP8,
+        )  # fmt: skip
+        total, acc = _advance(
+            x_smem, packed_smem, scale_smem, full, empty, count + 2, base, total, acc,
+            GROUP, STAGES, ROWS, False, IS_FP8,
+        )  # fmt: skip
         count += 2
-    acc = _advance(
-        x_smem, packed_smem, scale_smem, full, empty, count + 1, base, acc, GROUP, STAGES, ROWS, False, IS_FP8
-    )
+    total, acc = _advance(
+        x_smem, packed_smem, scale_smem, full, empty, count + 1, base, total, acc,
+        GROUP, STAGES, ROWS, False, IS_FP8,
+    )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index((count + 1) % STAGES), count=1)
+    if IS_FP8:
+        acc = total + acc
     return acc
+
+
+@gluon.jit
+def _multiply_halves(
+    x_smem, packed_smem, scale_smem, full, empty, count, base, never,
+    GROUP: gl.constexpr, NUM_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Twice [64, 128] in e4m3: beside two totals, registers hold one part at a time.
+
+    Nothing is under way while a block is widened: the other warpgroup's products fill that time. ``never``
+    is false, but the compiler does not know it: else it gives every part registers of its own.
+    """
+    mma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    low = gl.zeros([64, 128], gl.float32, mma_layout)
+    high = gl.zeros([64, 128], gl.float32, mma_layout)
+    part = gl.zeros([64, 128], gl.float32, mma_layout)
+    for _ in range(NUM_BLOCKS):
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+        first, second, first_sign, second_sign = _look_up_e4m3(
+            packed_smem.index(2 * stage + GROUP), scale_smem.index(2 * stage + GROUP), base
+        )
+        left = _finish_e4m3(first, second, first_sign, second_sign, mma_layout)
+        x = x_smem.index(stage)
+        part = warpgroup_mma(left, x.slice(0, 128).permute((1, 0)), part, use_acc=never)
+        low = low + part
+        part = warpgroup_mma(left, x.slice(128, 128).permute((1, 0)), part, use_acc=never)
+        mbarrier.arrive(empty.index(stage), count=1)
+        high = high + part
+        count += 1
+    return low, high
 
 
 @gluon.jit
@@ -373,11 +394,17 @@ def _consume(
         base = base * 0x01010101
         num_rows = end - first
         if num_rows > 2 * BOX:
-            acc = _multiply(
-                x_smem, packed_smem, scale_smem, full, empty, count, base,
-                GROUP, NUM_BLOCKS, STAGES, 4 * BOX, IS_FP8,
-            )  # fmt: skip
-            left, right = _halves(acc)
+            if IS_FP8 and BOX == 64:
+                left, right = _multiply_halves(
+                    x_smem, packed_smem, scale_smem, full, empty, count, base, num_items < 0,
+                    GROUP, NUM_BLOCKS, STAGES,
+                )  # fmt: skip
+            else:
+                acc = _multiply(
+                    x_smem, packed_smem, scale_smem, full, empty, count, base,
+                    GROUP, NUM_BLOCKS, STAGES, 4 * BOX, IS_FP8,
+                )  # fmt: skip
+                left, right = _halves(acc)
             q0, q1 = _halves(left)
             q2, q3 = _halves(right)
             _store(

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kernels.linear import (
+    HOPPER_TILES,
     Fp8Weight,
+    HopperConfig,
     align_scales,
     choose_config,
     choose_hopper_config,
@@ -17,8 +19,13 @@ from kernels.linear import (
     linear,
     runs_on_hopper_kernel,
 )
-from kernels.number_formats import QuantisedRows, dequantise_fp8_weight
-from tests.kernels.contract import Gate, OpCase, contract_device, contract_params
+from kernels.number_formats import (
+    QuantisedRows,
+    dequantise_activations,
+    dequantise_fp8_weight,
+    quantise_activations,
+)
+from tests.kernels.contract import Gate, OpCase, contract_device, contract_params, equal_bytes, errors_of
 from tests.kernels.linear_cases import CASES
 
 
@@ -81,15 +88,44 @@ def test_aligned_scales_keep_every_value() -> None:
     assert aligned.values.shape == values.shape
     spread = [len(set(row)) for row in aligned.scales.tolist()]
     assert spread[0] < len(set(scales[0].tolist()))
+    assert len(set(aligned.scales[0, :4].tolist())) == 1
     assert aligned.scales[1, 0] != aligned.scales[1, 1]
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 65, 300, 4096, 8192])
-def test_tiles_fit_in_shared_memory(num_rows: int) -> None:
-    for num_out in (64, 512, 1280, 5120, 32768):
-        config = choose_hopper_config(num_out, num_rows, 132)
-        stages = config.num_stages * 128 * (config.block_out + config.block_rows)
-        assert stages + 2 * config.block_out * config.block_rows + 2048 <= 227 * 1024
+@pytest.mark.parametrize("config", HOPPER_TILES)
+def test_tiles_fit_in_shared_memory(config: HopperConfig) -> None:
+    stages = config.num_stages * 128 * (config.block_out + config.block_rows)
+    used = stages + 2 * config.block_out * min(128, config.block_rows) + 1024
+    assert config.per_processor * (used + 1024) <= 228 * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spread", [0, 1, 12])
+@pytest.mark.parametrize(("num_in", "num_out"), [(384, 192), (1280, 1280), (128, 64)])
+def test_all_tiles_give_equal_bytes(
+    monkeypatch: pytest.MonkeyPatch, num_in: int, num_out: int, spread: int
+) -> None:
+    """fp8 and bfloat16 operands; an odd number of steps, tiles beyond the last output, scales that differ."""
+    if not runs_on_hopper_kernel(num_out, num_in, 1, "fp8", torch.cuda.get_device_capability()):
+        pytest.skip("no Hopper GPU")
+    g = torch.Generator("cuda").manual_seed(num_in + spread)
+    x = torch.randn(521, num_in, generator=g, device="cuda").bfloat16()
+    values = (torch.randn(num_out, num_in, generator=g, device="cuda") * 60).to(torch.float8_e4m3fn)
+    scales = torch.randint(
+        115, 116 + spread, (num_out // 32, num_in // 32), generator=g, device="cuda", dtype=torch.uint8
+    )
+    weight = Fp8Weight(values, scales)
+    wide = dequantise_fp8_weight(values, scales).bfloat16()
+    rows = quantise_activations(x, mode="row")
+    found = []
+    for config in HOPPER_TILES:
+        monkeypatch.setattr("kernels.linear.op.choose_hopper_config", lambda *_, config=config: config)
+        found.append((fp8_linear(rows, weight, dtype=torch.bfloat16), linear(x, wide)))
+    expected = dequantise_activations(rows, torch.float64) @ dequantise_fp8_weight(values, scales).double().T
+    assert errors_of(found[0][0], expected)[0] < 2.5e-3
+    for fp8, bf16 in found[1:]:
+        assert equal_bytes(fp8, found[0][0])
+        assert equal_bytes(bf16, found[0][1])
 
 
 def test_only_the_weights_shape_chooses_the_kernel() -> None:
@@ -107,4 +143,5 @@ def test_tiles_follow_the_work() -> None:
     assert choose_hopper_config(32768, 64, 132)[:2] == (64, 64)
     assert choose_hopper_config(1280, 64, 132)[:2] == (64, 16)
     assert choose_hopper_config(1280, 257, 132)[:2] == (64, 64)
-    assert choose_hopper_config(5120, 4096, 132)[:2] == (128, 128)
+    assert choose_hopper_config(512, 4096, 132)[:2] == (128, 128)
+    assert choose_hopper_config(5120, 4096, 132)[:2] == (128, 256)
