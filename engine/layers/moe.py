@@ -65,14 +65,12 @@ class MoE:
             top_k=config.num_experts_per_tok,
             routed_scale=config.routed_scaling_factor,
         )
-        limit = config.swiglu_limit
+        rows = quantise(x)
         if self._exchange is None:
-            slots = ops.expert_mlp(x, routes, self._w13, self._w2, limit=limit, mode=quantise.mode)
-            rows = quantise(x)
+            slots = self._slots(rows, routes)
         else:
-            rows = quantise(x)
             slots = self._exchanged_slots(self._exchange, rows, routes)
-        hidden = ops.swiglu(self._shared_w13(rows), None, limit=limit)
+        hidden = ops.swiglu(self._shared_w13(rows), None, limit=config.swiglu_limit)
         return ops.combine_experts(slots, self._shared_w2(quantise(hidden))), routes
 
     def join(self) -> None:
@@ -89,13 +87,16 @@ class MoE:
     ) -> Tensor:
         """Outputs of every slot of own rows, each from the rank that has its expert."""
         all_rows, here = exchange.dispatch(rows, routes)
-        slots = self._ops.expert_mlp(
-            all_rows,
-            here,
+        return exchange.combine(self._slots(all_rows, here), routes)
+
+    def _slots(self, rows: QuantisedRows | Tensor, routes: Routes) -> Tensor:
+        """Outputs of every slot whose expert is held here."""
+        return self._ops.expert_mlp(
+            rows,
+            routes,
             self._w13,
             self._w2,
             limit=self._config.swiglu_limit,
             mode=self._activations.mode,
             dtype=self._dtype,
         )
-        return exchange.combine(slots, routes)

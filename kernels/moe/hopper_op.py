@@ -16,7 +16,7 @@ from kernels.moe.kernel import place_rows_kernel
 from kernels.moe.reference import Routes
 from kernels.moe.routing import Plan, plan_slots
 from kernels.moe.weights import PreparedMxfp4
-from kernels.number_formats import ActivationMode
+from kernels.number_formats import ActivationMode, QuantisedRows
 
 STAGES = {
     (64, torch.float8_e4m3fn): 5,
@@ -36,25 +36,28 @@ class SortedRows:
     """What a product reads: [num_slots, depth] as e4m3, as bfloat16 or as both, and the rows' scales."""
 
     def __init__(
-        self, x: Tensor, position: Tensor, copies: int, mode: ActivationMode, *, has_wide: bool,
-        exponents: Tensor | None = None,
+        self, rows: Tensor | QuantisedRows, position: Tensor, copies: int, mode: ActivationMode, *,
+        has_wide: bool,
     ) -> None:  # fmt: skip
+        x = exponents = rows if isinstance(rows, Tensor) else rows.values.view(torch.uint8)
+        if isinstance(rows, QuantisedRows):
+            exponents = rows.scales
         num_rows, width = x.shape
         is_row = mode == "row"
         block = triton.next_power_of_2(width)
 
-        def rows(dtype: torch.dtype, is_needed: bool) -> Tensor | None:
+        def target(dtype: torch.dtype, is_needed: bool) -> Tensor | None:
             shape = (num_rows * copies, width)
             return torch.empty(shape, dtype=dtype, device=x.device) if is_needed else None
 
-        self.fp8 = rows(torch.float8_e4m3fn, is_row)
-        self.bf16 = rows(torch.bfloat16, has_wide or not is_row)
+        self.fp8 = target(torch.float8_e4m3fn, is_row)
+        self.bf16 = target(torch.bfloat16, has_wide or not is_row)
         self.scales = torch.empty(num_rows * copies, dtype=torch.float32, device=x.device) if is_row else None
-        targets = [x if target is None else target for target in (self.fp8, self.bf16, self.scales)]
+        targets = [x if out is None else out for out in (self.fp8, self.bf16, self.scales)]
         place_rows_kernel[(num_rows,)](
-            x, x if exponents is None else exponents, position, *targets, x.stride(0),
+            x, exponents, position, *targets, x.stride(0),
             WIDTH=width, COPIES=copies, BLOCK=block, IS_ROW=is_row, IS_ROUNDED=mode != "none",
-            HAS_EXPONENTS=exponents is not None, HAS_FP8=self.fp8 is not None,
+            IS_QUANTISED=x is not exponents, HAS_FP8=self.fp8 is not None,
             HAS_BF16=self.bf16 is not None, num_warps=8,
         )  # fmt: skip
 
@@ -100,16 +103,16 @@ def product(
 
 
 def prepared_expert_mlp(
-    x: Tensor, exponents: Tensor | None, routes: Routes, w13: PreparedMxfp4, w2: PreparedMxfp4, limit: float,
+    x: Tensor | QuantisedRows, routes: Routes, w13: PreparedMxfp4, w2: PreparedMxfp4, limit: float,
     mode: ActivationMode, out: Tensor,
 ) -> None:  # fmt: skip
-    """``expert_mlp`` on weights from ``prepare_experts``; ``exponents`` of rows that are rounded already."""
+    """``expert_mlp`` on weights from ``prepare_experts``."""
     num_rows, top_k = routes.expert_ids.shape
     intermediate = w2.values.shape[2] * 128
     box = choose_box(num_rows)
     plan = plan_slots(routes.expert_ids, w13.values.shape[0], 4 * box)
-    rows = SortedRows(x, plan.position, top_k, mode, has_wide=w13.has_wide, exponents=exponents)
-    hidden = torch.empty(num_rows * top_k, intermediate, dtype=torch.bfloat16, device=x.device)
+    rows = SortedRows(x, plan.position, top_k, mode, has_wide=w13.has_wide)
+    hidden = torch.empty(num_rows * top_k, intermediate, dtype=torch.bfloat16, device=out.device)
     product(rows, w13, plan, routes, hidden, limit, box)
     rows = SortedRows(hidden, plan.position, 1, mode, has_wide=w2.has_wide)
     product(rows, w2, plan, routes, out, limit, box)

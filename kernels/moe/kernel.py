@@ -60,13 +60,13 @@ def widen_rows_kernel(
 def place_rows_kernel(
     x_ptr, exponent_ptr, position_ptr, fp8_ptr, bf16_ptr, scale_ptr, stride_x_row,
     WIDTH: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
-    IS_ROW: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_EXPONENTS: tl.constexpr,
+    IS_ROW: tl.constexpr, IS_ROUNDED: tl.constexpr, IS_QUANTISED: tl.constexpr,
     HAS_FP8: tl.constexpr, HAS_BF16: tl.constexpr,
 ):  # fmt: skip
     """One row, rounded, to the positions of its slots, columns in the order that prepared weights want.
 
-    A row that was rounded before has exponents of its own, so that it gets the very codes it had; a slot
-    without an expert (position -1) gets nothing.
+    Rows that were rounded before come as e4m3 bytes with their exponents. A slot without an expert (position
+    -1) gets nothing.
 
     With one scale a row the numbers go out without it, and it to ``scale`` [num_slots] fp32. On the GPU only:
     the interpreter does not round its conversion to e4m3.
@@ -77,21 +77,24 @@ def place_rows_kernel(
     n = tl.arange(0, 16)[None, None, :]
     is_in = (group < WIDTH // 32) & (second < 2) & (n < 16)
     x_ptrs = x_ptr + row * stride_x_row + group * 32 + second * 16 + n
-    x = tl.load(x_ptrs, mask=is_in, other=0.0).to(tl.float32)
-    exponent = fp8_exponents(tl.max(tl.max(tl.abs(x), 2), 1))
-    if IS_ROW:
-        exponent = tl.zeros([BLOCK // 32], tl.int32) + tl.max(exponent, 0)
-    if HAS_EXPONENTS:
+    if IS_QUANTISED:
+        codes = tl.load(x_ptrs, mask=is_in, other=0).to(tl.float8e4nv, bitcast=True)
         of_group = tl.arange(0, BLOCK // 32)
         if IS_ROW:
             exponent = tl.load(exponent_ptr + row + of_group * 0).to(tl.int32)
         else:
             of_row = exponent_ptr + row * (WIDTH // 32)
             exponent = tl.load(of_row + of_group, mask=of_group < WIDTH // 32, other=127).to(tl.int32)
+    else:
+        x = tl.load(x_ptrs, mask=is_in, other=0.0).to(tl.float32)
+        exponent = fp8_exponents(tl.max(tl.max(tl.abs(x), 2), 1))
+        if IS_ROW:
+            exponent = tl.zeros([BLOCK // 32], tl.int32) + tl.max(exponent, 0)
+        if IS_ROUNDED:
+            # A product with the power of two's reciprocal is exact, or so small that it rounds to zero.
+            inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+            codes = (x * inverse[:, None, None]).to(tl.float8e4nv)
     if IS_ROUNDED:
-        # A product with the power of two's reciprocal is exact, or so small that it rounds to zero.
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        codes = (x * inverse[:, None, None]).to(tl.float8e4nv)
         x = codes.to(tl.float32)
         if not IS_ROW:
             x = x * e8m0_values(exponent)[:, None, None]

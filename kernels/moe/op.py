@@ -46,19 +46,33 @@ def choose_config(depth: int, width: int, dtype: torch.dtype) -> ExpertConfig:
     return ExpertConfig(64, outputs, 64 if depth % 64 == 0 else 32, 4, 3)
 
 
-def _expect_weight(name: str, weight: ExpertWeight, shape: tuple[int | None, int, int], x: Tensor) -> None:
+def _expect_weight(
+    name: str, weight: ExpertWeight, shape: tuple[int | None, int, int], dtype: torch.dtype, like: Tensor
+) -> None:
+    """``dtype``: the engine's."""
     experts, outputs, inputs = shape
     if isinstance(weight, Tensor):
-        expect_tensor(name, weight, shape, (x.dtype,), like=x)
+        expect_tensor(name, weight, shape, (dtype,), like=like)
         return
     if isinstance(weight, PreparedMxfp4):
-        if x.dtype != torch.bfloat16 or weight_shape(weight)[1:] != (outputs, inputs):
-            wanted = f"[{experts or 'any'}, {outputs}, {inputs}] for {x.dtype}"
+        if dtype != torch.bfloat16 or weight_shape(weight)[1:] != (outputs, inputs):
+            wanted = f"[{experts or 'any'}, {outputs}, {inputs}] for {dtype}"
             raise ValueError(f"{name}: expected {wanted}, got prepared {weight_shape(weight)} for bfloat16")
         return
-    expect_tensor(f"{name}.values", weight.values, (experts, outputs, inputs // 2), (torch.uint8,), like=x)
+    expect_tensor(f"{name}.values", weight.values, (experts, outputs, inputs // 2), (torch.uint8,), like=like)
     scales = (weight.values.shape[0], outputs, inputs // SCALE_BLOCK)
-    expect_tensor(f"{name}.scales", weight.scales, scales, (torch.uint8,), like=x)
+    expect_tensor(f"{name}.scales", weight.scales, scales, (torch.uint8,), like=like)
+
+
+def _expect_rounded(x: QuantisedRows, mode: ActivationMode, dtype: torch.dtype | None) -> torch.dtype:
+    """Refuse rows that the mode does not round so; the engine's dtype."""
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype: expected float32 or bfloat16 with rounded rows, got {dtype}")
+    expect_tensor("x.values", x.values, (None, None), (torch.float8_e4m3fn,))
+    num_rows, width = x.values.shape
+    num_scales = 1 if mode == "row" else width // SCALE_BLOCK
+    expect_tensor("x.scales", x.scales, (num_rows, num_scales), (torch.uint8,), like=x.values)
+    return dtype
 
 
 def _round_rows(x: Tensor, mode: ActivationMode) -> Tensor:
@@ -73,21 +87,15 @@ def _round_rows(x: Tensor, mode: ActivationMode) -> Tensor:
     return out
 
 
-def _widen_rows(x: QuantisedRows, mode: ActivationMode, dtype: torch.dtype | None) -> Tensor:
+def _widen_rows(x: QuantisedRows, mode: ActivationMode, dtype: torch.dtype) -> Tensor:
     """The same of rows that were rounded before they came here."""
-    if dtype not in FLOATS:
-        raise ValueError(f"dtype: expected float32 or bfloat16 with rounded rows, got {dtype}")
-    expect_tensor("x.values", x.values, (None, None), (torch.float8_e4m3fn,))
     num_rows, width = x.values.shape
-    num_scales = 1 if mode == "row" else width // SCALE_BLOCK
-    expect_tensor("x.scales", x.scales, (num_rows, num_scales), (torch.uint8,), like=x.values)
     out = torch.empty(num_rows, width, dtype=dtype, device=x.values.device)
-    if num_rows:
-        block = triton.next_power_of_2(width)
-        widen_rows_kernel[(num_rows,)](
-            x.values.view(torch.uint8), x.scales, out,
-            WIDTH=width, BLOCK=block, IS_ROW=mode == "row", num_warps=min(8, max(1, block // 512)),
-        )  # fmt: skip
+    block = triton.next_power_of_2(width)
+    widen_rows_kernel[(num_rows,)](
+        x.values.view(torch.uint8), x.scales, out,
+        WIDTH=width, BLOCK=block, IS_ROW=mode == "row", num_warps=min(8, max(1, block // 512)),
+    )  # fmt: skip
     return out
 
 
@@ -148,35 +156,39 @@ def expert_mlp(
     """
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode}")
-    exponents: Tensor | None = None
     if isinstance(x, QuantisedRows):
-        exponents, x = x.scales, _widen_rows(x, mode, dtype)
-    expect_tensor("x", x, (None, None), FLOATS, is_strided=mode != "none")
-    num_rows, width = x.shape
+        values, dtype = x.values, _expect_rounded(x, mode, dtype)
+    else:
+        expect_tensor("x", x, (None, None), FLOATS, is_strided=mode != "none")
+        values, dtype = x, x.dtype
+    num_rows, width = values.shape
     experts, double, _ = weight_shape(w13)
     intermediate = double // 2
-    _expect_weight("w13", w13, (None, 2 * intermediate, width), x)
-    _expect_weight("w2", w2, (experts, width, intermediate), x)
+    _expect_weight("w13", w13, (None, 2 * intermediate, width), dtype, values)
+    _expect_weight("w2", w2, (experts, width, intermediate), dtype, values)
     if isinstance(w13, PreparedMxfp4) != isinstance(w2, PreparedMxfp4):
         raise ValueError(f"w2: expected prepared like w13, got {type(w13).__name__} and {type(w2).__name__}")
     if width % SCALE_BLOCK or intermediate % SCALE_BLOCK:
         raise ValueError(f"w13: expected depths of whole {SCALE_BLOCK}s, got {width} and {intermediate}")
     ids, weights = routes
-    expect_tensor("routes.expert_ids", ids, (num_rows, None), (torch.int64,), like=x)
-    expect_tensor("routes.weights", weights, tuple(ids.shape), (torch.float32,), like=x)
+    expect_tensor("routes.expert_ids", ids, (num_rows, None), (torch.int64,), like=values)
+    expect_tensor("routes.weights", weights, tuple(ids.shape), (torch.float32,), like=values)
     top_k = ids.shape[1]
-    out = expect_output("out", out, (num_rows, top_k, width), x.dtype, x)
+    out = expect_output("out", out, (num_rows, top_k, width), dtype, values)
     expect_dense("out", out)
     if num_rows == 0:
         return out
     if isinstance(w13, PreparedMxfp4) and isinstance(w2, PreparedMxfp4):
-        prepared_expert_mlp(x, exponents, routes, w13, w2, limit, mode, out)
+        prepared_expert_mlp(x, routes, w13, w2, limit, mode, out)
         return out
     assert not isinstance(w13, PreparedMxfp4)
     assert not isinstance(w2, PreparedMxfp4)
-    plan = plan_slots(ids, experts, choose_config(width, intermediate, x.dtype).rows)
-    rows = x if mode == "none" or exponents is not None else _round_rows(x, mode)
-    hidden = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
+    plan = plan_slots(ids, experts, choose_config(width, intermediate, dtype).rows)
+    if isinstance(x, QuantisedRows):
+        rows = _widen_rows(x, mode, dtype)
+    else:
+        rows = x if mode == "none" else _round_rows(x, mode)
+    hidden = torch.empty(num_rows * top_k, intermediate, dtype=dtype, device=values.device)
     _product(rows, w13, plan, routes, hidden, limit, is_gated=True)
     if mode != "none":
         hidden = _round_rows(hidden, mode)

@@ -19,17 +19,26 @@ from kernels.moe import (
     split_gate,
     swiglu,
 )
-from kernels.moe.hopper_op import choose_box
+from kernels.moe.hopper_op import SortedRows, choose_box, product
 from kernels.moe.op import choose_config
 from kernels.moe.routing import choose_gate_config, plan_slots
 from kernels.number_formats import (
     ActivationMode,
+    dequantise_activations,
     dequantise_mxfp4_weight,
     quantise_activations,
     quantise_activations_reference,
 )
-from tests.kernels.contract import Gate, OpCase, contract_device, contract_params, equal_bytes
-from tests.kernels.moe_cases import CASES, SMALL, expert_inputs, expert_weight, random_mxfp4, uneven_ids
+from tests.kernels.contract import Gate, OpCase, contract_device, contract_params, equal_bytes, errors_of
+from tests.kernels.moe_cases import (
+    CASES,
+    SMALL,
+    TILED,
+    expert_inputs,
+    expert_weight,
+    random_mxfp4,
+    uneven_ids,
+)
 
 
 @pytest.mark.parametrize(("case", "gate"), contract_params(CASES))
@@ -97,6 +106,53 @@ def test_experts_in_parts_give_the_bytes_of_all_of_them(mode: ActivationMode, is
     assert equal_bytes(found, whole)
     nowhere = Routes(torch.full_like(i["ids"], -1), i["weights"])
     assert mlp(rows, nowhere, w13, w2, limit=1.0, mode=mode, dtype=dtype).shape == whole.shape
+
+
+def needs_hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spread", [5, 30])
+@pytest.mark.parametrize("mode", ["release", "row"])
+def test_rows_rounded_before_give_the_bytes_of_rows_rounded_here(mode: ActivationMode, spread: int) -> None:
+    needs_hopper()
+    shape = {**TILED, "num_rows": 90}
+    i = expert_inputs(3, torch.device("cuda"), **shape, dtype=torch.bfloat16, is_fp4=True, spread=spread)
+    w13, w2 = (prepare_experts(expert_weight(i, name), is_gated=name == "w13") for name in ("w13", "w2"))
+    routes = Routes(i["ids"], i["weights"])
+    rounded = quantise_activations(i["x"], mode=mode)
+    found = expert_mlp(rounded, routes, w13, w2, limit=1.0, mode=mode, dtype=torch.bfloat16)
+    assert equal_bytes(found, expert_mlp(i["x"], routes, w13, w2, limit=1.0, mode=mode))
+
+
+@pytest.mark.gpu
+def test_sums_of_one_sign_keep_their_size() -> None:
+    """No product of a long sum is lost beside what was added before, in tiles of every height."""
+    needs_hopper()
+    g = torch.Generator("cuda").manual_seed(2)
+    num_rows, depth, width = 700, 5120, 256
+    values, scales = random_mxfp4(g, (3, width, depth))
+    values &= 0x77
+    weight = prepare_experts(Mxfp4Weight(values, scales), is_gated=False)
+    x = torch.randn(num_rows, depth, generator=g, device="cuda").abs().bfloat16()
+    ids = torch.randint(0, 3, (num_rows, 1), generator=g, device="cuda")
+    routes = Routes(ids, torch.ones(num_rows, 1, device="cuda"))
+    found = []
+    for box in (16, 64):
+        plan = plan_slots(ids, 3, 4 * box)
+        # With one slot a row they are read in the order of experts.
+        rows = SortedRows(x[plan.order.long()], plan.position, 1, "row", has_wide=False)
+        found.append(torch.empty(num_rows, width, dtype=torch.bfloat16, device="cuda"))
+        product(rows, weight, plan, routes, found[-1], 1.0, box)
+    rounded = dequantise_activations(quantise_activations(x, mode="row"), torch.float64)
+    matrices = dequantise_mxfp4_weight(values, scales).double()
+    expected = torch.stack(
+        [row @ matrices[e].T for row, e in zip(rounded, ids.flatten().tolist(), strict=True)]
+    )
+    assert errors_of(found[0], expected)[0] < 4e-3
+    assert equal_bytes(found[0], found[1])
 
 
 def test_equal_scores_go_to_the_lowest_ids() -> None:
