@@ -9,6 +9,7 @@ device, and every rank sees at once that another one has died.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 from collections.abc import Sequence
@@ -85,8 +86,9 @@ class ExpertGroup:
     def abandon(self) -> None:
         """Leave after a failure: what is under way ends, and nothing is waited for."""
         if dist.is_initialized():
-            dist.distributed_c10d._get_default_group().abort()
-            dist.destroy_process_group()
+            with contextlib.suppress(RuntimeError):  # the failure before it is what is told
+                dist.distributed_c10d._get_default_group().abort()
+                dist.destroy_process_group()
 
     def agree(self, rows: Sequence[int], *, has_work: bool) -> None:
         """Begin a step together: how many rows each layer's experts will be given here.

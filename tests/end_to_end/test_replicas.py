@@ -26,7 +26,7 @@ from tests.end_to_end.test_trust import LOOPBACK, listening
 from tests.marked_processes import marked_processes
 from tests.small_jobs import read_output, write_prompts
 
-pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.timeout(600)]
 
 MODEL = ROOT / "tests" / "data" / "tiny-quant"
 _MARK = "TEST_JOB_MARK"
@@ -113,7 +113,7 @@ def make(folder: Path, num_rows: int, *settings: str) -> Iterator[Job]:
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """With the answers of one rank."""
     for job in make(tmp_path_factory.mktemp("job"), 40, "engine.device=cpu", "sampling.max_tokens=8"):
-        assert job.start("one", 1).wait(200) == 0
+        assert job.start("one", 1).wait(300) == 0
         yield job
 
 
@@ -126,7 +126,7 @@ def test_two_replicas_drain_together_and_one_rank_goes_on(job: Job) -> None:
     driver = job.start("four", 4, 2)
     job.wait_until(driver, "four", lambda status: status.num_ok > 0)
     driver.send_signal(signal.SIGUSR1)
-    assert driver.wait(60) == 75
+    assert driver.wait(120) == 75
     assert 0 < read_status(job.output("four")).num_ok < len(job.row_ids)
     assert job.start("four", 1).wait(200) == 0
     assert job.digests("four") == job.digests("one")
