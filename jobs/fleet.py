@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import textwrap
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from jobs.rank import RankActor, RankSpec
 from pipelines.driver import Orders, RankDied, RankReport
 
 _LOOK_INTERVAL_S = 0.5
+_RAY_PATIENCE_S = 0.25
 _LONGEST_LINE = 240
 
 
@@ -32,6 +35,9 @@ class RayFleet:
 
     The placement group of a replica holds the resources of its ranks. A group that finds no room waits in Ray
     until a node joins or comes back.
+
+    Questions to the head are asked in threads of their own, and waited for no longer than a moment: a head
+    that is gone or frozen answers none, and who is told to stop has two seconds.
     """
 
     def __init__(self, spec: RankSpec, num_slots: int, *, has_gpus: bool) -> None:
@@ -54,19 +60,41 @@ class RayFleet:
         self._looked_at = 0.0
         self._actors: dict[int, Any] = {}
         self._exchanges: dict[Any, int] = {}
+        self._last_question: threading.Thread | None = None
 
     def has_place(self, slot: int) -> bool:
         """Whether its replica's placement group stands; one that there is not is asked for."""
+        if self._is_unanswered:
+            return False
         replica = slot // self.ranks_per_replica
         if replica not in self._groups:
-            bundles = [self._bundle] * self.ranks_per_replica
-            self._groups[replica] = placement_group(bundles, strategy=self._strategy)
+            self._ask(lambda: self._ask_for_place(replica))
         now = time.monotonic()
-        if now - self._looked_at > _LOOK_INTERVAL_S:  # one question for all slots
+        if now - self._looked_at > _LOOK_INTERVAL_S and not self._is_unanswered:  # one question for all slots
             self._looked_at = now
-            table = placement_group_table()
-            self._placed = {name for name, group in table.items() if group["state"] == "CREATED"}
-        return self._groups[replica].id.hex() in self._placed
+            self._ask(self._look)
+        group = self._groups.get(replica)
+        return group is not None and group.id.hex() in self._placed
+
+    def _ask_for_place(self, replica: int) -> None:
+        bundles = [self._bundle] * self.ranks_per_replica
+        self._groups[replica] = placement_group(bundles, strategy=self._strategy)
+
+    def _look(self) -> None:
+        table = placement_group_table()
+        self._placed = {name for name, group in table.items() if group["state"] == "CREATED"}
+
+    @property
+    def _is_unanswered(self) -> bool:
+        return self._last_question is not None and self._last_question.is_alive()
+
+    def _ask(self, question: Callable[[], None]) -> None:
+        """Ask the head something, and wait a moment; not at all where it owes an answer already."""
+        is_waited_for = not self._is_unanswered
+        self._last_question = threading.Thread(target=question, daemon=True)
+        self._last_question.start()
+        if is_waited_for:
+            self._last_question.join(_RAY_PATIENCE_S)
 
     def start(self, slot: int) -> None:
         """Start the rank of a slot and its first exchange."""
@@ -111,12 +139,13 @@ class RayFleet:
         actor = self._actors.pop(slot, None)
         self._exchanges = {ref: other for ref, other in self._exchanges.items() if other != slot}
         if actor is not None:
-            ray.kill(actor)
+            self._ask(lambda: ray.kill(actor))
         replica = slot // self.ranks_per_replica
         if replica in self._groups and not any(
             slot // self.ranks_per_replica == replica for slot in self._actors
         ):
-            remove_placement_group(self._groups.pop(replica))
+            group = self._groups.pop(replica)
+            self._ask(lambda: remove_placement_group(group))
 
     def close(self) -> None:
         """End every rank."""

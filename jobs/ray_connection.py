@@ -44,7 +44,7 @@ def connected(address: str, job: JobConfig, signals: StopSignals) -> Iterator[Pl
             _init_ray(signals, address)
             yield _count_places(job)
         finally:
-            ray.shutdown()
+            _leave(signals)
         return
     cluster = job.cluster
     wanted = max(cluster.num_ranks, cluster.max_ranks or 0, cluster.ranks_per_replica)
@@ -56,12 +56,17 @@ def connected(address: str, job: JobConfig, signals: StopSignals) -> Iterator[Pl
         _init_ray(signals, address, num_cpus=max(wanted, os.cpu_count() or 1), **own)
         yield _count_places(job)
     finally:
-        # A stop has two seconds in all, and Ray's farewell takes as many: see ``leave_at_once``.
+        _leave(signals)
         if signals.requested is not StopRequest.NOW:
-            ray.shutdown()
             reaper.close()
         for name in reaper.environment:
             os.environ.pop(name, None)
+
+
+def _leave(signals: StopSignals) -> None:
+    """A stop has two seconds in all, and Ray's farewell takes as many: see ``leave_at_once``."""
+    if signals.requested is not StopRequest.NOW:
+        ray.shutdown()
 
 
 def _init_ray(signals: StopSignals, address: str, **options: Any) -> None:

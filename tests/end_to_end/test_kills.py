@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.report import JobStatus, read_status
+from pipelines.manifest import OutputFolder
+from pipelines.report import JobStatus, read_runs, read_status
 from tests.conftest import ROOT
 from tests.fake_engine import POISON_ID
 from tests.marked_processes import marked_processes
@@ -161,6 +162,30 @@ def descendants(pid: int) -> list[int]:
     for parent in found:
         found += [child for child, its in parents.items() if its == parent]
     return found[1:]
+
+
+@pytest.mark.parametrize("harm", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_job_is_stopped_in_time_though_its_ray_is_gone_or_answers_nothing(
+    make_job: Callable[..., Job], harm: signal.Signals
+) -> None:
+    job = make_job()
+    prompts = random_prompts(random.Random(12), 600)
+    write_prompts(job.input / "in.parquet", prompts)
+    driver = job.start()
+    job.wait_until(lambda status: status.num_ok > 40)
+    for pid in job.processes(b"gcs_server") + job.processes(b"raylet/raylet"):
+        os.kill(pid, harm)
+    driver.send_signal(signal.SIGTERM)
+    told_at = time.monotonic()
+    # Two seconds, with room for a busy machine: one that asks Ray again waits for eight and says something else.
+    assert driver.wait(6) == 75
+    print("it took", time.monotonic() - told_at)
+    assert job.is_gone()
+    stopped = read_status(job.output)
+    assert 40 < stopped.num_ok < 600
+    assert not stopped.is_running
+    (run,) = read_runs(OutputFolder(job.output))
+    assert run.outcome == "stopped"
 
 
 def test_a_job_with_a_time_limit_stops_before_it_and_goes_on_when_run_again(
