@@ -130,10 +130,12 @@ class SlurmCluster:
 
     def submit(self, *arguments: object) -> str:
         """``batch-generate slurm ... --submit``; the job's number."""
+        return self.script(*arguments, "--submit").strip()
+
+    def script(self, *arguments: object) -> str:
+        """``batch-generate slurm ...``: the script."""
         log = f"--sbatch=--output={self._state}/%A_%a.log"
-        return self.command(
-            *(sys.executable, "-m", "jobs.cli", "slurm", *map(str, arguments), log, "--submit")
-        ).strip()
+        return self.command(*(sys.executable, "-m", "jobs.cli", "slurm", *map(str, arguments), log))
 
     def state_of(self, job: str) -> set[str]:
         """The states of a job, or of the tasks of its array."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,6 +100,52 @@ def test_a_job_that_is_cancelled_ends_at_once_and_stays_so(slurm: SlurmCluster, 
     (run,) = read_runs(OutputFolder(job.output))
     assert run.outcome == "stopped"
     assert 2 < read_status(job.output).num_ok < 40
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_job_whose_batch_script_is_killed_leaves_nothing_and_goes_on_when_run_again(
+    slurm: SlurmCluster, tmp_path: Path, num_nodes: int
+) -> None:
+    job = Job(tmp_path, num_rows=40, max_tokens=16)
+    flags = [*job.flags, "--nodes", num_nodes, "--time", "10m", "--cpus-per-node", 2]
+    number = slurm.submit(*flags)
+    job.wait_until(slurm, lambda status: status.num_ok > 2)
+    (script,) = slurm.processes(b"slurm_script")
+    os.kill(script, signal.SIGKILL)
+    assert is_quiet(slurm), slurm.logs()
+    slurm.wait_for(number, "FAILED")
+    assert 2 < read_status(job.output).num_ok < 40
+    assert not read_status(job.output).is_running
+    slurm.wait_for(slurm.submit(*flags), "COMPLETED")
+    job.check()
+    assert read_status(job.output).num_reused > 2
+    assert is_quiet(slurm), slurm.logs()
+
+
+def test_a_job_that_nobody_warned_of_the_end_of_its_time_goes_on_when_run_again(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, num_rows=300, max_tokens=100)
+    lines = slurm.script(*job.flags, "--time", "1m", "--cpus-per-node", 2).splitlines()
+    kept = [line for line in lines if "--signal=" not in line and not line.startswith("case $end")]
+    assert len(kept) == len(lines) - 2
+    first_command = next(i for i, line in enumerate(kept) if line.startswith("cd "))
+    # Slurm counts in minutes: most of this one passes before the job begins.
+    kept[first_command:first_command] = ["sleep 30", "until=()"]
+    script = tmp_path / "script"
+    script.write_text("\n".join(kept))
+    number = slurm.command("sbatch", "--parsable", str(script)).strip()
+    slurm.wait_for(number, "TIMEOUT")
+    assert is_quiet(slurm), slurm.logs()
+    (run,) = read_runs(OutputFolder(job.output))
+    assert run.outcome == "stopped"
+    stopped = read_status(job.output)
+    assert 0 < stopped.num_ok < 300
+    wider = ("--set", "engine.max_num_seqs=32")
+    slurm.wait_for(slurm.submit(*job.flags, *wider, "--time", "10m", "--cpus-per-node", 2), "COMPLETED")
+    job.check()
+    assert read_status(job.output).num_reused == stopped.num_ok
+    assert is_quiet(slurm), slurm.logs()
 
 
 def test_a_job_on_two_nodes_has_a_ray_of_its_own(slurm: SlurmCluster, tmp_path: Path) -> None:
