@@ -12,7 +12,7 @@ COMMANDS = {
     "compare": "one of these on two revisions or folders in turns: medians, ratios, are the bits the same?",
 }
 OTHERS = (
-    "decoder_prefill, engram, exactness_cost, host_memory, job_overhead, make_checkpoint: "
+    "decoder_prefill, engram, engram_rows, exactness_cost, host_memory, job_overhead, make_checkpoint: "
     "python -m benchmarks.NAME --help"
 )
 

@@ -104,7 +104,7 @@ class EngramTables:
     @property
     def is_read_ahead(self) -> bool:
         """Whether ``look_ahead`` does anything."""
-        return self._reader is not None
+        return self._reader is not None and self._reader.is_threaded
 
     @property
     def waited_s(self) -> float:
@@ -117,7 +117,7 @@ class EngramTables:
 
     def look_ahead(self, spans: Sequence[tuple[list[int], int, int]]) -> None:
         """Tokens, and which positions [start, end) of them the next step will likely run; no promise."""
-        if self._reader is None or not spans:
+        if self._reader is None or not self._reader.is_threaded or not spans:
             return
 
         def touch() -> None:

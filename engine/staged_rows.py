@@ -19,8 +19,9 @@ from torch import Tensor
 
 from engine.checkpoint import StoredTensor
 
-NUM_THREADS = 64
-"""Pages that are waited for at once: a disk serves many reads as fast as one."""
+NUM_THREADS = {"cuda": 64, "cpu": 1}
+"""Pages that are waited for at once: a disk serves many reads as fast as one. A CPU rank has one thread for
+everything, and computes nothing meanwhile: others would only take turns with it."""
 
 LEAST_ROWS = 8
 """Fewer rows than this are one thread's."""
@@ -39,15 +40,19 @@ class Fetched:
 
 
 class RowReader:
-    """The threads, and the device's stream for copies; one for all tables of a rank."""
+    """The threads, and the device's stream for copies; one for all tables of a rank.
+
+    ``is_threaded`` says whether there are any: if not, a fetch is done when it was asked for.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._num_threads = NUM_THREADS[device.type]
+        self.is_threaded = self._num_threads > 1
         is_gpu = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if is_gpu else None  # type: ignore[no-untyped-call]
         self.waited_s = 0.0
-        self.num_rows = 0
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="rows")
+        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="rows")
         # Fetches one after the other, in the order in which they are asked for.
         self._fetches = ThreadPoolExecutor(1, thread_name_prefix="rows-of-step")
         self._aheads = ThreadPoolExecutor(1, thread_name_prefix="rows-ahead")
@@ -55,7 +60,11 @@ class RowReader:
 
     def submit(self, fetch: Callable[[], Fetched]) -> Future[Fetched]:
         """Run a fetch behind the earlier ones."""
-        return self._fetches.submit(fetch)
+        if self.is_threaded:
+            return self._fetches.submit(fetch)
+        done: Future[Fetched] = Future()
+        done.set_result(fetch())
+        return done
 
     def look_ahead(self, touch: Callable[[], None]) -> None:
         """Run something that only brings pages into memory, unless the last of its kind still runs."""
@@ -63,8 +72,7 @@ class RowReader:
             self._ahead = self._aheads.submit(touch)
 
     def read(self, sources: Sequence[np.ndarray], ids: np.ndarray, targets: Sequence[np.ndarray]) -> None:
-        """``targets[i][j] = sources[i][ids[j]]``; several threads, done when it returns."""
-        self.num_rows += len(ids)
+        """``targets[i][j] = sources[i][ids[j]]``, in pieces; done when it returns."""
 
         def read_piece(start: int) -> None:
             for source, target in zip(sources, targets, strict=True):
@@ -73,8 +81,9 @@ class RowReader:
                     source, ids[start : start + size], axis=0, out=target[start : start + size], mode="clip"
                 )
 
-        size = max(LEAST_ROWS, -(-len(ids) // NUM_THREADS))
-        for _ in self._pool.map(read_piece, range(0, len(ids), size)):
+        size = max(LEAST_ROWS, -(-len(ids) // self._num_threads))
+        run = self._pool.map if self.is_threaded else map
+        for _ in run(read_piece, range(0, len(ids), size)):
             pass
 
 

@@ -11,12 +11,16 @@ import torch
 
 from benchmarks import engram
 from benchmarks.engram import resident_share
+from engine.staged_rows import NUM_THREADS
 
 OPTIONS = ["--dims", "small", "--table-gib", "0.01", "--experts", "4", "--chunk", "32"]
 
 
-def test_every_place_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_place_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.set_num_threads(1)
+    monkeypatch.setitem(NUM_THREADS, "cpu", 4)
     engram.main([*OPTIONS, "--tokens", "64", "--cold-tokens", "32", "--folder", str(tmp_path)])
     output = capsys.readouterr().out
     lines = json.loads(output.splitlines()[-1])

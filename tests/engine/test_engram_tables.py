@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import engine.model_runner
+import engine.staged_rows
 from engine.api import Request, SamplingParams
 from engine.checkpoint import StoredTensor
-from engine.staged_rows import NUM_THREADS, RowReader, StagedTable
+from engine.staged_rows import RowReader, StagedTable
 from tests.engine.engine_harness import build_engine, digests, run
 from tests.engine.golden_harness import MODEL_FOLDERS
 
 PLACES = ("gpu", "host", "mmap")
+MANY = 16
 SETTINGS: dict[str, dict[str, object]] = {
     "chunks": {"max_num_batched_tokens": 37},
     "offload": {"max_num_batched_tokens": 64, "num_kv_blocks": 7, "max_num_seqs": 12},
@@ -29,6 +31,18 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
     "cache": {"max_num_batched_tokens": 150, "num_kv_blocks": 60},
 }
+
+
+@pytest.fixture(params=[1, MANY])
+def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on a CPU reads in its own thread, one on a GPU in many: here in either way."""
+    monkeypatch.setitem(engine.staged_rows.NUM_THREADS, "cpu", request.param)
+
+
+@pytest.fixture
+def many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads and look-aheads beside the step, as on a GPU."""
+    monkeypatch.setitem(engine.staged_rows.NUM_THREADS, "cpu", MANY)
 
 
 def rows_of(model: str) -> list[Request]:
@@ -50,11 +64,13 @@ def rows_of(model: str) -> list[Request]:
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-quant"])
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.usefixtures("many_threads")
 def test_all_places_give_the_same_bits(model: str, name: str) -> None:
     found = []
     for place in PLACES:
         built = build_engine(MODEL_FOLDERS[model], engram=place, **SETTINGS[name])
         assert built.resolved.engram == place
+        assert built.runner.is_read_ahead == (place == "mmap")
         rows = sorted(rows_of(model), key=lambda row: len(row.prompt_token_ids))
         passes = [digests(run(built, rows)) for _ in range(2 if name == "cache" else 1)]
         stats = built.stats()
@@ -82,7 +98,9 @@ def test_a_full_host_leaves_tables_in_their_files(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_cpu_leaves_tables_in_their_files() -> None:
-    assert build_engine(MODEL_FOLDERS["tiny"]).resolved.engram == "mmap"
+    built = build_engine(MODEL_FOLDERS["tiny"])
+    assert built.resolved.engram == "mmap"
+    assert not built.runner.is_read_ahead
 
 
 @pytest.fixture
@@ -101,7 +119,8 @@ def stored(tmp_path: Path) -> tuple[list[StoredTensor], list[np.ndarray]]:
     return tensors, arrays
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 24, NUM_THREADS * 8 + 1, 4096])
+@pytest.mark.parametrize("count", [0, 1, 7, 24, MANY * 8 + 1, 4096])
+@pytest.mark.usefixtures("num_threads")
 def test_staged_rows_are_the_files(stored: tuple[list[StoredTensor], list[np.ndarray]], count: int) -> None:
     tensors, arrays = stored
     table = StagedTable(RowReader(torch.device("cpu")), tensors, max_num_rows=4096)
@@ -119,6 +138,7 @@ def test_staged_rows_are_the_files(stored: tuple[list[StoredTensor], list[np.nda
                 assert np.array_equal(got.numpy(), array[numbers[step][:, 0]])
 
 
+@pytest.mark.usefixtures("num_threads")
 def test_a_failing_fetch_ends_the_step_that_needs_it(
     stored: tuple[list[StoredTensor], list[np.ndarray]],
 ) -> None:
