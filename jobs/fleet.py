@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine import PeerLost
 from jobs.rank import RankActor, RankSpec
-from pipelines.driver import Orders, RankDied, RankReport
+from pipelines.rank_protocol import Orders, RankDied, RankReport
 
 _LOOK_INTERVAL_S = 0.5
 _RAY_PATIENCE_S = 0.25
@@ -31,7 +31,7 @@ _LONGEST_LINE = 240
 
 
 class RayFleet:
-    """Rank actors, by slot; what ``pipelines.driver.Fleet`` asks for.
+    """Rank actors, by slot; what ``pipelines.rank_protocol.Fleet`` asks for.
 
     The placement group of a replica holds the resources of its ranks. A group that finds no room waits in Ray
     until a node joins or comes back.

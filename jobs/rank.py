@@ -19,9 +19,9 @@ from engine import Engine, EngineConfig, ReplicaPlace
 from jobs.config import JobConfig, engine_config, sampling_params
 from jobs.worker import RankWorker, Serving
 from pipelines.chat import ChatOptions
-from pipelines.driver import Orders, RankReport
 from pipelines.manifest import OutputFolder, load_plan
 from pipelines.prompt import PromptRenderer, build_renderer
+from pipelines.rank_protocol import Orders, RankReport
 
 EngineBuilder = Callable[..., Engine]
 """Takes an ``EngineConfig`` and, for a rank of a replica of several, a ``ReplicaPlace``."""

@@ -14,17 +14,16 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from engine.api import EngineStats
 from engine.errors import ConfigError
 from pipelines.commits import try_read_commit
 from pipelines.deaths import DeathLog
 from pipelines.leasing import RankSpeeds, choose_leases
-from pipelines.ledger import Lease, LeaseReport, Ledger
+from pipelines.ledger import Lease, Ledger
 from pipelines.manifest import OutputFolder, Tally
 from pipelines.metrics import MetricsListener, RowCounts, RunWatch
 from pipelines.plan import Plan
+from pipelines.rank_protocol import Fleet, Orders, RankDied, RankReport
 from pipelines.replicas import Replicas
 from pipelines.report import RunRecord, read_status
 from pipelines.report_page import write_reports
@@ -57,83 +56,6 @@ _PLACE_PATIENCE_S = 10.0
 _MAX_SHARDS_TO_REPORT_IN_HASTE = 200
 """A run that is told to stop has two seconds, and reading more shards than these for the report could take
 longer: ``status --write-report`` makes up for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
-    """What the driver asks of a rank, one exchange's worth.
-
-    ``prepare``: build the engine. ``drain``: finish what is in flight, start no other row.
-    ``stop``: see every journal to the disk now and work no more.
-    """
-
-    prepare: bool = False
-    leases: tuple[Lease, ...] = ()
-    publish: tuple[int, ...] = ()
-    drain: bool = False
-    stop: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
-    """What a rank says, one exchange's worth. ``num_turns`` is pushed by its step loop alone.
-
-    ``refused`` says why the job cannot run at all, ``broken`` why its output cannot be written.
-    ``capacity`` is how many rows the engine runs at once; 0 until the engine is built. ``environment`` and
-    ``engine_settings`` say what a built engine's answers depend on besides the plan. ``stats`` are the
-    engine's own, the token counts before it those of its answers. ``node`` is the machine it is on,
-    ``device`` tells its GPU apart from every other; both may be unknown yet.
-    """
-
-    num_turns: int
-    capacity: int = 0
-    leases: tuple[LeaseReport, ...] = ()
-    published: tuple[tuple[int, Tally], ...] = ()
-    num_prompt_tokens: int = 0
-    num_completion_tokens: int = 0
-    num_cached_tokens: int = 0
-    stats: EngineStats = field(default_factory=EngineStats)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    engine_settings: Mapping[str, Any] = field(default_factory=dict)
-    is_drained: bool = False
-    is_stopped: bool = False
-    refused: str | None = None
-    broken: str | None = None
-    node: str = ""
-    device: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RankDied:
-    """A rank is gone, or its engine is dead; ``has_lost_peer``: only because another of its replica is."""
-
-    reason: str
-    has_lost_peer: bool = False
-
-
-class Fleet(Protocol):
-    """The ranks, by slot. One exchange is under way with a started rank at any time, or none.
-
-    Ranks of a replica (``pipelines.replicas``) are started one after the other, the first first.
-    """
-
-    num_slots: int
-    ranks_per_replica: int
-
-    def has_place(self, slot: int) -> bool:
-        """Whether there is room for the replica of a slot now; once asked, room is looked for."""
-
-    def start(self, slot: int) -> None:
-        """Start the rank of a slot, which has a place, and its first exchange, which carries no orders."""
-
-    def exchange(self, slot: int, orders: Orders) -> None:
-        """Begin the next exchange with a rank whose last one came back."""
-
-    def wait(self, timeout_s: float) -> list[tuple[int, RankReport | RankDied]]:
-        """The exchanges that came back, waiting up to ``timeout_s`` for one."""
-
-    def kill(self, slot: int) -> None:
-        """End the rank of a slot at once, dead or alive."""
 
 
 class StopRequest(enum.IntEnum):

@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 from engine import Engine, EngineConfig, EngineDead, Request, RequestRejected, SamplingParams
 from jobs.lease_reader import Renderer
 from jobs.worker import RankWorker, Serving
-from pipelines.driver import Driver, Orders, RankDied, RankReport
+from pipelines.driver import Driver
 from pipelines.manifest import OutputFolder, check_folder, claim_run, write_plan
 from pipelines.plan import PartOptions, Plan, build_plan
+from pipelines.rank_protocol import Orders, RankDied, RankReport
 from pipelines.schema import build_contract
 from pipelines.source import find_input
 from tests.fake_engine import FakeEngine, expected_text

@@ -13,9 +13,10 @@ import pytest
 
 from engine import SamplingParams
 from pipelines.chat import ChatOptions
-from pipelines.driver import Driver, Orders, Outcome, RankDied
+from pipelines.driver import Driver, Outcome
 from pipelines.manifest import OutputFolder
 from pipelines.prompt import build_renderer
+from pipelines.rank_protocol import Orders, RankDied
 from pipelines.report import read_status
 from tests.small_jobs import check_answers, make_plan, random_prompts, read_output, start_run, write_prompts
 

@@ -21,10 +21,10 @@ from engine import (
     SamplingParams,
 )
 from jobs.worker import RankWorker, Serving
-from pipelines.driver import Orders, RankReport
 from pipelines.ledger import Lease
 from pipelines.manifest import OutputFolder, write_plan
 from pipelines.plan import Plan
+from pipelines.rank_protocol import Orders, RankReport
 from pipelines.sink import read_journal_state, read_lease_state
 from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine, expected_token_ids
 from tests.small_jobs import (

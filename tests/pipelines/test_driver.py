@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from engine import ConfigError, EngineConfig, EngineDead, RequestOutput
-from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, StopRequest
+from pipelines.driver import Driver, JobFailed, Outcome, StopRequest
 from pipelines.manifest import OutputFolder
+from pipelines.rank_protocol import Orders, RankDied
 from pipelines.report import read_runs, read_status
 from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine, expected_token_ids
 from tests.small_jobs import (

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.driver import JobFailed, Outcome, RankDied
+from pipelines.driver import JobFailed, Outcome
 from pipelines.manifest import OutputFolder
+from pipelines.rank_protocol import RankDied
 from pipelines.replicas import Replicas
 from pipelines.report import read_runs
 from tests.fake_engine import POISON_ID

@@ -22,8 +22,9 @@ from typing import Any
 
 from engine import ConfigError, EngineConfig, EngineDead
 from jobs.worker import RankWorker, Serving
-from pipelines.driver import Driver, JobFailed, Orders, Outcome, RankDied, RankReport, StopRequest
+from pipelines.driver import Driver, JobFailed, Outcome, StopRequest
 from pipelines.manifest import DriverLock, OutputFolder, check_folder, claim_run, load_plan, write_plan
+from pipelines.rank_protocol import Orders, RankDied, RankReport
 from tests.fake_engine import FakeEngine, KilledEngine
 from tests.small_jobs import TokenRenderer, make_plan
 
@@ -148,7 +149,7 @@ def _serve(listener: Listener, socket: str) -> None:
 
 
 class _Fleet:
-    """Ranks in processes, as ``pipelines.driver.Fleet`` asks for."""
+    """Ranks in processes, as ``pipelines.rank_protocol.Fleet`` asks for."""
 
     def __init__(self, spec: JobSpec, run: int, socket: str, parent: Connection) -> None:
         self.num_slots, self.ranks_per_replica = spec.num_ranks, 1
