@@ -10,7 +10,7 @@ from engine import EngineDead, PeerLost
 from jobs.config import load_job
 from jobs.fleet import RayFleet, describe_death
 from jobs.rank import RankSpec
-from pipelines.driver import RankDied
+from pipelines.rank_protocol import RankDied
 
 
 def test_a_death_is_told_in_the_engines_words_or_in_two_short_lines() -> None:
