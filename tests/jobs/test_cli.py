@@ -13,6 +13,7 @@ import pytest
 
 from engine import ConfigError
 from jobs import cli
+from jobs.arguments import build_parser
 from jobs.config import JobConfig
 from pipelines.manifest import DriverLock, OutputFolder, Tally, write_plan
 from pipelines.report import Effort, JobStatus, WastedTokens, read_status
@@ -40,7 +41,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_the_flag_set_is_pinned() -> None:
-    (commands,) = (a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     assert {name: flags_of(parser) for name, parser in commands.choices.items()} == {
         "run": {
             *("-h", "--help", "job", "--model", "--input", "--output", "--num-ranks", "--set"),
