@@ -193,7 +193,7 @@ class LLMEngine:
     def num_generated_tokens(self) -> dict[str, int]:
         """How many tokens each unfinished request has so far, all its samples together."""
         return {
-            request_id: sum(seq.num_tokens - seq.num_prompt_tokens for seq in state.sequences)
+            request_id: sum([len(seq.token_ids) - seq.num_prompt_tokens for seq in state.sequences])
             for request_id, state in self._requests.items()
         }
 

@@ -40,6 +40,25 @@ def test_max_tokens_ends_a_completion(engine: LLMEngine) -> None:
     assert completion.top_logprobs is None
 
 
+def test_how_far_each_request_is_does_not_depend_on_those_beside_it(engine: LLMEngine) -> None:
+    """A row that kills its rank is known by it: at each step as many tokens of its own, all samples together."""
+    seen: dict[str, list[int]] = {}
+    for names in (("one",), ("two",), ("one", "two")):
+        for name in names:
+            sampling = replace(GREEDY, max_tokens=4, n=1 + (name == "two"))
+            engine.add_request(Request(request_id=name, prompt_token_ids=PROMPT, sampling=sampling))
+        counts: dict[str, list[int]] = {name: [] for name in names}
+        while engine.has_unfinished():
+            for name, number in engine.num_generated_tokens().items():
+                counts[name].append(number)
+            engine.step()
+        assert engine.num_generated_tokens() == {}
+        for name, numbers in counts.items():
+            assert seen.setdefault(name, numbers) == numbers
+    assert (seen["one"][0], seen["one"][-1], seen["two"][0]) == (0, 3, 0)
+    assert seen["two"] == sorted(seen["two"])
+
+
 def test_the_models_length_ends_a_completion() -> None:
     engine = build_engine(TINY, max_model_len=12)
     (completion,) = complete(engine, replace(GREEDY, max_tokens=None)).completions
