@@ -96,7 +96,7 @@ class EngramTables:
             ]
         else:
             # The link to the host is slow: rows travel beside what the device computes.
-            is_far = held[0][0].device != reader.device
+            is_far = place == "host" and reader.device.type == "cuda"
             stream = torch.cuda.Stream(reader.device) if is_far else None  # type: ignore[no-untyped-call]
             hashes = [_NgramHash(ngrams, i, reader.device) for i in layers]
             self._tables = [_TableInReach(held[i], hashes[i], ops, reader.dtype, stream) for i in layers]

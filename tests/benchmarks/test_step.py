@@ -150,3 +150,9 @@ def test_a_digest_sees_each_byte_and_its_place(dtype: torch.dtype) -> None:
         assert digest(changed) != digest(value)
     assert digest(value.flip(0)) != digest(value)
     assert digest(value[:100].view(10, 10)) != digest(value[:100])
+
+
+def test_layers_before_the_first_engram_run_without_a_table() -> None:
+    rank = SimulatedRank(Workload(**{**SMALL, "num_layers": 1}), CPU)
+    assert not rank.config.engram_layer_ids
+    assert rank.step().isfinite().all()
