@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -193,6 +194,9 @@ class Engine(Protocol):
 
     def step(self) -> list[RequestOutput]:
         """Run one batch; return the requests that finished in it. Raises ``EngineDead``."""
+
+    def try_step_only(self, request_ids: Collection[str]) -> list[RequestOutput] | None:
+        """The same of a batch of nothing but these requests; None when none of them has room now."""
 
     def has_unfinished(self) -> bool:
         """Whether a step would have work."""

@@ -6,6 +6,7 @@ knows only its own part.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -113,15 +114,22 @@ class LLMEngine:
 
         The engine is then unusable.
         """
+        return self._run_step(self.scheduler.schedule()) or []
+
+    def try_step_only(self, request_ids: Collection[str]) -> list[RequestOutput] | None:
+        """One batch of these requests alone; None when none of them has room now. Raises as ``step``."""
+        only = {seq.seq_id for name in request_ids for seq in self._requests[name].sequences}
+        return self._run_step(self.scheduler.schedule(only))
+
+    def _run_step(self, batch: ScheduledBatch | None) -> list[RequestOutput] | None:
         group = self.runner.group
-        batch = self.scheduler.schedule()
         try:
             if batch is None:
                 if group is not None:
                     self.runner.join()
                     if group.is_over:
                         group.disconnect()
-                return []
+                return None
             logits = self.runner.run(batch)
             if self.runner.is_read_ahead:
                 spans = self.scheduler.upcoming()

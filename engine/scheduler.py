@@ -7,7 +7,7 @@ It sees counts and positions only: no tensors, no text, no sampling. The device 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from enum import Enum
 
 from engine.block_manager import BlockManager, Move, num_blocks_for
@@ -134,16 +134,20 @@ class Scheduler:
 
     # A step
 
-    def schedule(self) -> ScheduledBatch | None:
-        """The next step, with at least one chunk; None when nothing waits or runs."""
+    def schedule(self, only: Container[int] | None = None) -> ScheduledBatch | None:
+        """The next step, with at least one chunk; None when nothing waits or runs.
+
+        ``only``: ids of the sequences that may be in it; then None also says that none of them has room now.
+        """
         assert self._step is None, "the last step has not been finished"
         if not self.has_unfinished():
             return None
         self._step = step = ScheduledBatch()
         self._budget = self.config.max_num_batched_tokens
         self._is_short = False
-        decoding = [seq for seq in self._running if seq.is_decoding]
-        prefilling = [seq for seq in self._running if not seq.is_decoding]
+        running = [seq for seq in self._running if only is None or seq.seq_id in only]
+        decoding = [seq for seq in running if seq.is_decoding]
+        prefilling = [seq for seq in running if not seq.is_decoding]
         # The longest first: short ones then fill the step's end. Nothing is admitted before all had a share.
         prefilling.sort(key=lambda seq: -seq.num_uncomputed_tokens)
         for seq in (*decoding, *prefilling):
@@ -151,8 +155,11 @@ class Scheduler:
                 self._schedule_running(seq)
         # Who joins while others lack blocks would take what they are waiting for.
         if not self._is_short:
-            self._admit_waiting()
-        assert step.chunks, "a step without rows while there is work"
+            self._admit_waiting(only)
+        if not step.chunks:
+            assert only is not None, "a step without rows while there is work"
+            self._step = None
+            return None
         step.moves_before = self.blocks.take_moves()
         return step
 
@@ -290,11 +297,11 @@ class Scheduler:
 
     # Admission
 
-    def _admit_waiting(self) -> None:
+    def _admit_waiting(self, only: Container[int] | None) -> None:
         """Fill the step with waiting sequences, oldest first.
 
         One that does not fit is passed by later ones, but only ``max_num_bypasses`` times in all: then
-        the room that comes free is kept for it.
+        the room that comes free is kept for it. One that may not be in the step is not passed by.
         """
         index, blocked = 0, None
         while index < min(len(self._waiting), ADMISSION_LOOKAHEAD):
@@ -303,6 +310,8 @@ class Scheduler:
             if blocked is not None and blocked.num_bypasses >= self.config.max_num_bypasses:
                 return
             seq = self._waiting[index]
+            if only is not None and seq.seq_id not in only:
+                return
             outcome = self._try_admit(seq)
             if outcome is _Admission.ADMITTED:
                 del self._waiting[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from engine.api import FinishReason, Request, SamplingParams
 from engine.config import KV_BLOCK_SIZE, EngineConfig
 from engine.errors import ConfigError, EngineDead, RequestRejected
 from engine.llm_engine import LLMEngine
-from tests.engine.engine_harness import GREEDY, build_engine, digests, run
+from tests.engine.engine_harness import GREEDY, build_engine, digests, run, undisturbed
 from tests.engine.golden_harness import MODEL_FOLDERS
 
 TINY = MODEL_FOLDERS["tiny"]
@@ -38,6 +39,34 @@ def test_max_tokens_ends_a_completion(engine: LLMEngine) -> None:
     assert len(completion.token_ids) == len(completion.logprobs) == 3
     assert output.num_prompt_tokens == len(PROMPT)
     assert completion.top_logprobs is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_of_some_requests_alone_change_no_answer(seed: int) -> None:
+    """Little room, so that those who are left out hold what others want; what has no room says so."""
+    print("seed", seed)
+    draw = random.Random(seed)
+    requests = [
+        Request(
+            request_id=str(index),
+            prompt_token_ids=[draw.randrange(3, 250) for _ in range(draw.choice([1, 40, 150]))],
+            sampling=replace(GREEDY, temperature=index % 2, max_tokens=6, n=1 + index % 3 // 2),
+        )
+        for index in range(9)
+    ]
+    wanted = undisturbed(TINY, requests)
+    engine = build_engine(TINY, max_num_seqs=5, max_num_batched_tokens=48, num_kv_blocks=8, max_model_len=256)
+    for request in requests:
+        engine.add_request(request)
+    found, num_without_room = [], 0
+    while engine.has_unfinished():
+        names = list(engine.num_generated_tokens())
+        outputs = engine.try_step_only(draw.sample(names, draw.randint(1, min(3, len(names)))))
+        num_without_room += outputs is None
+        found += engine.step() if outputs is None else outputs
+        engine.scheduler.check_integrity()
+    assert digests({output.request_id: output for output in found}) == wanted
+    assert num_without_room > 0
 
 
 def test_how_far_each_request_is_does_not_depend_on_those_beside_it(engine: LLMEngine) -> None:
