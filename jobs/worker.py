@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -36,7 +36,7 @@ from pipelines.plan import Plan
 from pipelines.rank_protocol import Orders, RankReport
 from pipelines.reasoning import ReasoningSplitter, split_output
 from pipelines.schema import FinishedRow
-from pipelines.sink import JournalWriter, publish_shard
+from pipelines.sink import NOT_IN_STEP, JournalWriter, publish_shard
 from pipelines.source import RowReader, Shard
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class RankWorker:
         self._failure: EngineDead | None = None
         self._refused: str | None = None
         self._broken: str | None = None
-        self._num_turns = self._num_prompt_tokens = self._num_completion_tokens = 0
+        self._num_turns = self._num_steps = self._num_prompt_tokens = self._num_completion_tokens = 0
         self._num_cached_tokens = 0
         self._stats = EngineStats()
         self._environment: dict[str, str] = {}
@@ -180,8 +180,7 @@ class RankWorker:
         engine = self._serving.engine
         has_work = engine.has_unfinished()
         if has_work or engine.is_shared:
-            self._note_tokens(engine)
-            for output in engine.step():
+            for output in self._step(engine):
                 self._take(self._serving, output)
             self._stats = engine.stats()  # the engine is this loop's alone: others read this
             self._journal()
@@ -216,11 +215,13 @@ class RankWorker:
             num_waiting < few or num_tokens < serving.max_num_batched_tokens
         ):
             left = [run for run in self._leases if not run.is_read]
-            run = next((run for run in left if run.lease.is_of_suspects), left[0] if left else None)
-            if run is None:
+            if not left:
                 break
-            if (run.lease.is_of_suspects and num_waiting) or not self._may_begin(serving, run):
-                break  # nothing passes a suspect by: it would have to wait for the more
+            # Suspects first, but not as the first of all: see ``_step``.
+            is_first = not (self._num_steps or self._in_flight)
+            run = next((run for run in left if run.lease.is_of_suspects is not is_first), left[0])
+            if not self._may_begin(serving, run):
+                break
             # While nothing runs, nothing is held up, and a step that is not full costs more than the wait.
             is_idle = stats.num_running == 0 and not serving.engine.is_group_busy
             may_wait = is_idle or run.lease.is_of_suspects
@@ -233,37 +234,47 @@ class RankWorker:
         del self._prompt_lengths[: -(serving.capacity + few)]
 
     def _may_begin(self, serving: Serving, run: _LeaseRun) -> bool:
-        """Whether the next row of ``run`` may start beside those in flight, of which some may be suspects.
+        """Whether the next row of ``run`` may start beside those in flight."""
+        if run.lease.is_solo or any(other.lease.is_solo for other, _, _ in self._in_flight.values()):
+            return not self._in_flight
+        return not run.lease.is_of_suspects or len(self._in_flight) < serving.capacity
 
-        A suspect is due in a step in which it is as far as it was at a death. No two should be due in one,
-        and no row should start in it: most rows that kill do so at once. Then a death names who did it.
+    def _step(self, engine: Engine) -> list[RequestOutput]:
+        """One step; before it, which rows are in it and how far each is, for whoever finds this rank dead.
+
+        A suspect that is as far as it was at a death is in its step alone: another death is then its doing,
+        and no other row's. When none of those has room, the others go on without them. The others also make
+        this rank's first step, if there are any: a rank that is broken itself shows it before one is blamed.
         """
-        if not any(one.lease.is_of_suspects for one in self._leases):
-            return True
-        num_tokens = serving.engine.num_generated_tokens()
-        due = {
-            at_death - num_tokens[request_id]
-            for request_id, (other, row, _) in self._in_flight.items()
-            for at_death in other.lease.tokens_at_deaths.get(row, ())
-            if at_death >= num_tokens[request_id]
-        }
-        if not run.lease.is_of_suspects:
-            return not due or (0 not in due and len(self._in_flight) < serving.capacity)
-        if len(self._in_flight) >= (1 if run.lease.is_solo else serving.capacity):
-            return False
-        own = run.lease.tokens_at_deaths[run.lease.rows[run.num_read]]
-        # How long a row has no token yet is not known beforehand: then no other is to be due.
-        return not due if 0 in own else 0 not in due and own.isdisjoint(due)
-
-    def _note_tokens(self, engine: Engine) -> None:
-        """Write down how far each row is that the next step may end the rank with."""
         num_tokens = engine.num_generated_tokens()
+        due = [
+            request_id
+            for request_id, (run, row, _) in self._in_flight.items()
+            if num_tokens[request_id] in run.lease.tokens_at_deaths.get(row, ())
+        ]
+        others = [request_id for request_id in self._in_flight if request_id not in due]
+        groups = [[request_id] for request_id in due]
+        if due and others:
+            groups.insert(len(groups) if self._num_steps else 0, others)
+        for group in groups:
+            self._note_step(num_tokens, group)
+            outputs = engine.try_step_only(group)
+            if outputs is not None:
+                break
+        else:
+            self._note_step(num_tokens, self._in_flight)
+            outputs = engine.step()
+        self._num_steps += bool(self._in_flight)
+        return outputs
+
+    def _note_step(self, num_tokens: Mapping[str, int], in_step: Collection[str]) -> None:
         of_runs: dict[int, dict[int, int]] = {}
         for request_id, (run, row, _) in self._in_flight.items():
-            of_runs.setdefault(run.lease.lease_id, {})[row] = num_tokens[request_id]
+            has = num_tokens[request_id] if request_id in in_step else NOT_IN_STEP
+            of_runs.setdefault(run.lease.lease_id, {})[row] = has
         for run in self._leases:
             if run.lease.lease_id in of_runs:
-                run.journal.note_tokens(of_runs[run.lease.lease_id])
+                run.journal.note_step(self._num_steps, of_runs[run.lease.lease_id])
 
     def _render_ahead(self, serving: Serving) -> None:
         """Have the next lease's first rows ready when this one's last are taken."""

@@ -402,13 +402,16 @@ class Driver:
         is_ready = all(state.capacity for state in states)
         is_barren = not any(state.has_finished_rows for state in states) and (bool(found) or not is_ready)
         is_barren &= not any(journaled.finished for journaled in found.values())
+        is_explained = False
         for mate in mates:
             is_culprit = mate in culprits
             told = reason if is_culprit or not culprits else f"rank {culprits[0]} of its replica died"
-            self._bury(mate, told, found, is_culprit=is_culprit, may_blame=may_blame)
+            is_explained |= self._bury(mate, told, found, is_culprit=is_culprit, may_blame=may_blame)
+        # What dies of its first step may be broken itself, whoever was there.
+        is_explained &= any(found[lease.lease_id].num_steps for own in leases.values() for lease in own)
         has_suspects = any(lease.is_of_suspects for own in leases.values() for lease in own)
         for state in states:
-            if not is_barren:
+            if is_explained or not is_barren:
                 state.num_barren_deaths = state.num_deaths_of_suspects = 0
             elif has_suspects:
                 state.num_deaths_of_suspects += 1
@@ -433,8 +436,11 @@ class Driver:
         *,
         is_culprit: bool,
         may_blame: bool,
-    ) -> None:
-        """Learn from the journals of a dead rank's leases what it had done, and give the rest to others."""
+    ) -> bool:
+        """Learn from the journals of a dead rank's leases what it had done, and give the rest to others.
+
+        Whether one of its rows was to blame, and is done with.
+        """
         logger.warning("rank %d died: %s", slot, reason)
         state = self._slots[slot]
         state.is_live, state.capacity, state.device = False, 0, ""
@@ -454,6 +460,7 @@ class Driver:
             self._quarantine(*guilty)
         self._to_publish += sorted(state.publishing) + self._ledger.take_complete()
         state.publishing.clear()
+        return guilty is not None
 
     def _quarantine(self, lease: Lease, row: int) -> None:
         shard = self._plan.shards[lease.shard_index]

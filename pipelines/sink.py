@@ -35,6 +35,8 @@ from pipelines.source import RowReader, Shard
 _BATCH_ROWS = 1024
 _FRAME = struct.Struct("<IIc")
 _HEADER, _STARTED, _FINISHED, _TOKENS = b"H", b"S", b"F", b"T"
+NOT_IN_STEP = -2
+"""Instead of a number of tokens: a row that a step is without, which a death in that step says nothing of."""
 
 
 class JournalWriter:
@@ -63,10 +65,13 @@ class JournalWriter:
         """Append answers. They survive the death of the process now, of the machine after ``sync``."""
         self._append(_FINISHED, self._contract.to_batch(rows).serialize())
 
-    def note_tokens(self, num_tokens: Mapping[int, int]) -> None:
-        """How many tokens each row has that the engine holds, before a step that may end the process."""
-        pairs = [number for pair in num_tokens.items() for number in pair]
-        record = _framed(_TOKENS, struct.pack(f"<{len(pairs)}i", *pairs))
+    def note_step(self, number: int, num_tokens: Mapping[int, int]) -> None:
+        """Before a step that may end the process: how many tokens each row has that the engine holds.
+
+        ``NOT_IN_STEP`` for a row that the step is without. ``number``: how many steps went well before it.
+        """
+        numbers = [number, *(number for pair in num_tokens.items() for number in pair)]
+        record = _framed(_TOKENS, struct.pack(f"<{len(numbers)}i", *numbers))
         os.pwrite(self._tokens_descriptor, record, 0)
 
     def sync(self) -> None:
@@ -118,11 +123,13 @@ class JournalState:
     """Which rows of a shard were started and which are finished (and whether each is an answer).
 
     ``num_tokens``: how many tokens rows in flight had when the last step began; None: nobody knows.
+    ``num_steps``: how many steps the rank had behind it then.
     """
 
     started: set[int] = field(default_factory=set)
     finished: dict[int, bool] = field(default_factory=dict)
     num_tokens: dict[int, int] | None = None
+    num_steps: int = 0
 
     @property
     def suspects(self) -> set[int]:
@@ -131,9 +138,13 @@ class JournalState:
 
     @property
     def tokens_of_suspects(self) -> dict[int, int | None]:
-        """How many tokens each of those had; -1: it was being read and rendered, and no step's business."""
+        """How many tokens each of those had that the last step was not without.
+
+        -1: it was being read and rendered, and no step's business.
+        """
         known = self.num_tokens
-        return {row: None if known is None else known.get(row, -1) for row in sorted(self.suspects)}
+        found = {row: None if known is None else known.get(row, -1) for row in sorted(self.suspects)}
+        return {row: num_tokens for row, num_tokens in found.items() if num_tokens != NOT_IN_STEP}
 
 
 def read_journal_state(plan: Plan, path: Path, into: JournalState | None = None) -> JournalState:
@@ -163,7 +174,8 @@ def read_lease_state(plan: Plan, path: Path) -> JournalState:
         length, checksum, kind = _FRAME.unpack_from(record)
         payload = record[_FRAME.size : _FRAME.size + length]  # behind it: what a longer record left
         if len(payload) == length and zlib.crc32(payload, zlib.crc32(kind)) == checksum:
-            state.num_tokens = dict(struct.iter_unpack("<ii", payload))
+            (state.num_steps,) = struct.unpack_from("<i", payload)
+            state.num_tokens = dict(struct.iter_unpack("<ii", payload[4:]))
     return state
 
 

@@ -4,15 +4,15 @@ Owns at which deaths each row was there, how far it was, who saw it, and which g
 shards but by number, nor leases, files or time.
 
 A row's tokens depend on that row alone, so one that kills its rank kills the next one at the same token.
-What is noted of a death is therefore how many tokens each row in flight had. All of them are tried again at
-once, beside other rows, but begun so that no two are that far again in the same step (``jobs.worker``). If a
-rank dies again, the row that is where it was at an earlier death killed both and is quarantined. No other is:
-that death says nothing of them. A death that no such row explains had another cause, or a row did it for the
+What is noted of a death is therefore how many tokens each row had that was in the rank's last step. All of
+them are tried again at once, beside other rows, but whenever one is that far again the step is its alone
+(``jobs.worker``), while the others wait. If the rank dies in that step, this row killed both and is
+quarantined, and of no other is anything noted. Any other death had another cause, or a row did it for the
 first time: it is noted like the first. Most deaths are nobody's fault, and their rows just finish.
 
-The wrong row is blamed only if something else, another such row or a lost machine, ends a rank in the very
-step in which a suspect is where it was once: two causes that know nothing of each other, at once. So that a
-broken device is not taken for a row, suspects go to a slot that they have not seen die, if there is one.
+The wrong row is blamed only if something that is no row, like a lost machine, ends the rank in the very step
+that a suspect has to itself. So that a broken device is not taken for a row, suspects go to a slot that they
+have not seen die, if there is one.
 
 A row may also kill at another token each time, like one that a machine runs out of memory with. So those of a
 second death that nothing explains go on in small groups, those of a third one by one with nothing else in
@@ -55,10 +55,12 @@ class Suspects:
             for place, tokens in in_flight.items()
             if tokens is not None and tokens in self._deaths.get(place, ())
         ]
-        if len(again) != 1:
-            again = [place for place in in_flight if place in self]
-            return again[0] if len(in_flight) == len(again) == 1 else None
-        return again[0]
+        if len(again) == 1:
+            return again[0]
+        if len(in_flight) != 1:
+            return None
+        (alone,) = in_flight
+        return alone if len(self._deaths.get(alone, ())) >= _DEATHS_TO_BE_ALONE else None
 
     def note_death(self, in_flight: Mapping[Place, int | None], slot: int) -> None:
         """The rank of ``slot`` died with these rows, and none of them must have done it."""

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import replace
 
 from engine import (
@@ -56,6 +57,7 @@ class FakeEngine:
         self.num_steps = 0
         self.max_num_waiting = 0
         self.num_running_at_steps: list[int] = []
+        self.tokens_at_steps: list[dict[str, int]] = []
         self._num_prefill_tokens = self._num_decode_tokens = 0
 
     def add_request(self, request: Request) -> None:
@@ -69,18 +71,38 @@ class FakeEngine:
         self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
 
     def step(self) -> list[RequestOutput]:
+        return self._step([*self._running, *(request.request_id for request in self._waiting)])
+
+    def try_step_only(self, request_ids: Collection[str]) -> list[RequestOutput] | None:
+        has_room = len(self._running) < self._config.max_num_seqs
+        if not any(
+            request_id in self._running
+            or (has_room and self._waiting and self._waiting[0].request_id == request_id)
+            for request_id in request_ids
+        ):
+            return None
+        return self._step(request_ids)
+
+    def _step(self, only: Collection[str]) -> list[RequestOutput]:
         self.num_steps += 1
         if self.num_steps == self._dies_at_step:
             raise EngineDead("scripted")
-        while self._waiting and len(self._running) < self._config.max_num_seqs:
+        while (
+            self._waiting
+            and self._waiting[0].request_id in only
+            and len(self._running) < self._config.max_num_seqs
+        ):
             request = self._waiting.popleft()
             self._running[request.request_id] = (request, 0)
             self._num_prefill_tokens += len(request.prompt_token_ids)
         self.num_running_at_steps.append(len(self._running))
+        self.tokens_at_steps.append({name: n for name, (_, n) in self._running.items() if name in only})
         if self._step_s:
             time.sleep(self._step_s)
         outputs = []
         for request_id, (request, num_tokens) in list(self._running.items()):
+            if request_id not in only:
+                continue
             ids = list(request.prompt_token_ids)
             if POISON_ID in ids and num_tokens == len(ids) - 1 - ids.index(POISON_ID):
                 self._die()

@@ -96,9 +96,11 @@ def test_a_quarantined_row_holds_its_shard_until_it_is_journaled() -> None:
     ledger = Ledger(make_shards(1), {})
     lease = ledger.try_lease(0, 1)
     assert lease is not None
-    assert ledger.lose_rank(0, {lease.lease_id: JournalState(started={0})}) is None, "once is chance"
+    assert ledger.lose_rank(0, {lease.lease_id: JournalState({0}, num_tokens={0: 4})}) is None, (
+        "once is chance"
+    )
     (lease,) = ledger.try_lease_suspects(0, [0], 4)
-    guilty = ledger.lose_rank(0, {lease.lease_id: JournalState(started={0})})
+    guilty = ledger.lose_rank(0, {lease.lease_id: JournalState({0}, num_tokens={0: 4})})
     assert guilty == (lease, 0)
     assert ledger.take_complete() == []
     ledger.quarantine(lease)

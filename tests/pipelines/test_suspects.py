@@ -180,7 +180,10 @@ def test_who_is_where_it_was_at_an_earlier_death_is_to_blame_if_no_other_is() ->
     assert suspects.find_culprit({(0, 1): 9, (0, 2): 6, (0, 3): 0, (1, 1): 4}) == (0, 1)
     assert suspects.find_culprit({(0, 1): 9, (0, 2): 7}) is None, "either may have done it"
     assert suspects.find_culprit({(0, 1): 5, (0, 2): 8, (0, 3): None}) is None
-    assert suspects.find_culprit({(0, 3): None}) == (0, 3), "there is no other row"
+    assert suspects.find_culprit({(0, 3): None}) is None, "alone by chance"
+    suspects.note_death({(0, 3): 5}, 0)
+    suspects.note_death({(0, 3): 6}, 0)
+    assert suspects.find_culprit({(0, 3): 7}) == (0, 3), "alone because it was there so often"
     assert suspects.find_culprit({(0, 4): 0}) is None, "once is chance"
     assert suspects.find_culprit({}) is None
 
