@@ -85,6 +85,9 @@ class OutputSection(_Section):
     prompt_token_ids: bool = False
 
 
+_LEAST_STALL_OF_REPLICA_S = 60.0
+
+
 class ClusterSection(_Section):
     """``num_ranks`` 0: one a GPU, or one CPU rank. ``address`` None: RAY_ADDRESS, else a Ray of our own.
 
@@ -119,6 +122,12 @@ class ClusterSection(_Section):
                 raise ValueError(
                     f"{name} is {number}, no multiple of ranks_per_replica, {self.ranks_per_replica}"
                 )
+        if self.ranks_per_replica > 1 and self.stall_timeout_s < _LEAST_STALL_OF_REPLICA_S:
+            # Ranks that wait for one that stands still have to say so before they count as standing still.
+            raise ValueError(
+                f"stall_timeout_s is {self.stall_timeout_s:g}, and for replicas of several ranks at least "
+                f"{_LEAST_STALL_OF_REPLICA_S:g} is needed"
+            )
         return self
 
 

@@ -171,3 +171,10 @@ def test_ranks_are_counted_in_whole_replicas(name: str) -> None:
         message = refusal("cluster.ranks_per_replica=4", "cluster.num_ranks=6")
     assert message == f"cluster: {name} is 6, no multiple of ranks_per_replica, 4"
     assert load_job(None, ["cluster.ranks_per_replica=4"], PATHS).cluster.num_ranks == 0
+
+
+def test_a_replica_needs_time_to_say_which_rank_stands_still() -> None:
+    message = refusal("cluster.ranks_per_replica=2", "cluster.stall_timeout_s=12")
+    assert message == (
+        "cluster: stall_timeout_s is 12, and for replicas of several ranks at least 60 is needed"
+    )
