@@ -51,11 +51,14 @@ def choose_leases(
     own = {other: ledger.num_outstanding_tokens(other) for other in capacities}
     num_left = ledger.num_unleased_tokens + sum(own.values())
     weight = 1.0 if weights is None else weights[slot]
-    part = weight / (len(capacities) if weights is None else sum(weights[other] for other in capacities))
+    # Those that start later have a part too: what the first took beyond its own would not come back.
+    num_late = len(slots) - len(capacities)
+    part = weight / (num_late + sum(1.0 if weights is None else weights[other] for other in capacities))
     most = capacity + math.ceil(capacity * weight)
     while outstanding <= most and (next_tokens := ledger.peek_tokens()) is not None:
         room = num_left * part - own[slot]
-        if next_tokens > room and slot != _emptiest(ledger, own, capacities):
+        is_emptiest = slot == _emptiest(ledger, own, capacities) and not (num_late and outstanding)
+        if next_tokens > room and not is_emptiest:
             break
         share = ledger.num_unleased_tokens * part / 2
         num_rows = min(most + math.ceil(capacity / 2) + 1 - outstanding, capacity)

@@ -120,6 +120,17 @@ def test_rows_of_one_group_are_leased_together_and_the_longest_first() -> None:
     assert leased_rows(ledger, 4) == [[2, 5, 8, 11], [0, 3, 6, 9], [1, 4, 7, 10]]
 
 
+def test_a_rank_that_is_not_ready_yet_keeps_its_part() -> None:
+    given = {}
+    for starting in ((), (1,), (1, 2, 3)):
+        ledger, _ = make_job([100] * 208)
+        leases = choose_leases(ledger, 0, {0: 64}, starting)
+        given[len(starting)] = sum(lease.num_rows for lease in leases)
+    assert given[0] > 128
+    assert 64 <= given[1] <= 104
+    assert 0 < given[3] <= 52
+
+
 def test_rows_much_alike_stay_in_the_files_order() -> None:
     ledger, costs = make_job([10, 12, 9, 11, 15, 14])
     ledger.set_costs(costs, num_lanes=1)
