@@ -30,6 +30,11 @@ def write_prompts(path: Path, prompts: list[list[int] | None], **columns: Any) -
     pq.write_table(pa.table(table), path)
 
 
+def error_codes(output: pa.Table) -> dict[str, str]:
+    """The error of each error row, by row id."""
+    return {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
+
+
 def random_prompts(random_: random.Random, count: int) -> list[list[int] | None]:
     """Prompts of a few harmless ids; no two need differ."""
     return [[random_.randrange(1, 100) for _ in range(random_.randrange(1, 6))] for _ in range(count)]

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from pipelines.manifest import OutputFolder
 from pipelines.report import JobStatus, read_runs, read_status
 from tests.conftest import ROOT
 from tests.fake_engine import POISON_ID
-from tests.marked_processes import marked_processes
+from tests.marked_processes import JOB_MARK, marked_processes, start_marked
 from tests.small_jobs import check_answers, random_prompts, read_output, write_prompts
 
 pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.timeout(400)]
@@ -37,11 +36,8 @@ class Job:
         self._driver: subprocess.Popen[bytes] | None = None
 
     def start(self, builder: str = "build_slow") -> subprocess.Popen[bytes]:
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-        environment |= {"PYTHONPATH": str(ROOT), "TEST_JOB_MARK": self._mark}
-        module = "tests.end_to_end.run_fake_job"
         arguments = [builder, str(MODEL), str(self.input), str(self.output), "2", *self._overrides]
-        self._driver = subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=ROOT, env=environment)
+        self._driver = start_marked(self._mark, "tests.end_to_end.run_fake_job", *arguments)
         return self._driver
 
     def run(self, builder: str = "build_fast") -> int:
@@ -49,7 +45,7 @@ class Job:
 
     def processes(self, title: bytes = b"") -> list[int]:
         """Live processes that this job's driver started, those whose title holds ``title``."""
-        return marked_processes(f"TEST_JOB_MARK={self._mark}", title)
+        return marked_processes(f"{JOB_MARK}={self._mark}", title)
 
     def wait_until(self, is_so: Callable[[JobStatus], bool]) -> JobStatus:
         """Look at the job's status from outside until ``is_so``."""

@@ -18,7 +18,7 @@ import pytest
 from pipelines.manifest import OutputFolder
 from pipelines.report import read_runs, read_status
 from tests.conftest import ROOT
-from tests.marked_processes import marked_processes
+from tests.marked_processes import JOB_MARK, marked_processes, start_marked
 from tests.ray_cluster import open_cluster
 from tests.small_jobs import random_prompts, read_output, write_prompts
 
@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.ray, pytest.mark.kill, pytest.m
 
 MODEL = ROOT / "tests" / "data" / "tiny"
 SLACK_MIB = 64
-_MARK = "TEST_JOB_MARK"
 
 
 def used_mib() -> list[int]:
@@ -56,12 +55,10 @@ class Job:
         self.mark = uuid.uuid4().hex
 
     def start(self) -> subprocess.Popen[bytes]:
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-        environment |= {"PYTHONPATH": str(ROOT), _MARK: self.mark}
-        return subprocess.Popen([sys.executable, "-m", "jobs.cli", *self.command], cwd=ROOT, env=environment)
+        return start_marked(self.mark, "jobs.cli", *self.command)
 
     def processes(self, title: bytes = b"") -> list[int]:
-        return marked_processes(f"{_MARK}={self.mark}", title)
+        return marked_processes(f"{JOB_MARK}={self.mark}", title)
 
     def num_ok(self) -> int:
         return read_status(self.output).num_ok if (self.output / "_overnight" / "plan.json").exists() else 0

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,13 +22,12 @@ from pipelines.manifest import OutputFolder
 from pipelines.report import JobStatus, read_runs, read_status
 from tests.conftest import ROOT
 from tests.end_to_end.test_trust import LOOPBACK, listening
-from tests.marked_processes import marked_processes
+from tests.marked_processes import JOB_MARK, marked_processes, start_marked
 from tests.small_jobs import read_output, write_prompts
 
 pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.timeout(600)]
 
 MODEL = ROOT / "tests" / "data" / "tiny-quant"
-_MARK = "TEST_JOB_MARK"
 
 
 class Job:
@@ -58,9 +56,7 @@ class Job:
             *self._settings,
         ):
             command += ["--set", setting]
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-        environment |= {"PYTHONPATH": str(ROOT), _MARK: self.mark}
-        return subprocess.Popen([sys.executable, "-m", "jobs.cli", *command], cwd=ROOT, env=environment)
+        return start_marked(self.mark, "jobs.cli", *command)
 
     def wait_until(
         self, driver: subprocess.Popen[bytes], name: str, is_so: Callable[[JobStatus], bool]
@@ -75,7 +71,7 @@ class Job:
             time.sleep(0.05)
 
     def processes(self, title: bytes = b"") -> list[int]:
-        return marked_processes(f"{_MARK}={self.mark}", title)
+        return marked_processes(f"{JOB_MARK}={self.mark}", title)
 
     def digests(self, name: str) -> list[str]:
         """Of every row, each there once."""

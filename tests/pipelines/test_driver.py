@@ -20,6 +20,7 @@ from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine, expected_token_
 from tests.small_jobs import (
     InProcessFleet,
     check_answers,
+    error_codes,
     make_plan,
     random_prompts,
     read_output,
@@ -99,8 +100,7 @@ def test_c12b_a_poison_row_is_quarantined(tmp_path: Path, folder: OutputFolder, 
     assert driver.run() is Outcome.COMMITTED
     output = read_output(folder.path)
     check_answers(output, prompts)
-    errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
-    assert errors == {"in.parquet#17": "engine_crash"}
+    assert error_codes(output) == {"in.parquet#17": "engine_crash"}
     assert read_status(folder.path).num_rank_deaths == 2
 
 
@@ -108,6 +108,28 @@ def poison(num_tokens: int) -> list[int]:
     """A prompt that kills its rank when it has so many tokens."""
     prompts = ([POISON_ID, *[i] * num_tokens] for i in range(1, 1000))
     return next(prompt for prompt in prompts if len(expected_token_ids(prompt)) > num_tokens)
+
+
+def check_quarantined(
+    path: Path,
+    folder: OutputFolder,
+    prompts: list[list[int] | None],
+    guilty: Collection[int],
+    random_: random.Random,
+) -> None:
+    """Run a job on ranks of random number and size: these rows end as ``engine_crash``, and no other does."""
+    write_prompts(path, prompts)
+    driver, _ = start_run(
+        folder,
+        make_plan(path, random_.randrange(10, 80)),
+        num_slots=random_.randrange(1, 4),
+        capacity=random_.randrange(2, 9),
+        random_=random_,
+    )
+    assert driver.run() is Outcome.COMMITTED
+    output = read_output(folder.path)
+    check_answers(output, prompts)
+    assert error_codes(output) == {f"in.parquet#{row}": "engine_crash" for row in guilty}
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -119,19 +141,7 @@ def test_a_row_that_kills_two_ranks_is_quarantined_and_no_other_is(
     prompts = random_prompts(random_, 80)
     guilty = random_.randrange(80)
     prompts[guilty] = poison(random_.randrange(6))
-    write_prompts(tmp_path / "in.parquet", prompts)
-    driver, _ = start_run(
-        folder,
-        make_plan(tmp_path / "in.parquet", random_.randrange(10, 80)),
-        num_slots=random_.randrange(1, 4),
-        capacity=random_.randrange(2, 9),
-        random_=random_,
-    )
-    assert driver.run() is Outcome.COMMITTED
-    output = read_output(folder.path)
-    check_answers(output, prompts)
-    errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
-    assert errors == {f"in.parquet#{guilty}": "engine_crash"}
+    check_quarantined(tmp_path / "in.parquet", folder, prompts, [guilty], random_)
     assert read_status(folder.path).num_rank_deaths == 2
 
 
@@ -147,19 +157,7 @@ def test_each_of_many_rows_that_kill_is_quarantined_in_two_deaths_of_its_own(
     latest = random_.randrange(6)
     for row in guilty:
         prompts[row] = poison(random_.randint(0, latest))
-    write_prompts(tmp_path / "in.parquet", prompts)
-    driver, _ = start_run(
-        folder,
-        make_plan(tmp_path / "in.parquet", random_.randrange(10, 80)),
-        num_slots=random_.randrange(1, 4),
-        capacity=random_.randrange(2, 9),
-        random_=random_,
-    )
-    assert driver.run() is Outcome.COMMITTED
-    output = read_output(folder.path)
-    check_answers(output, prompts)
-    errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
-    assert errors == {f"in.parquet#{row}": "engine_crash" for row in guilty}
+    check_quarantined(tmp_path / "in.parquet", folder, prompts, guilty, random_)
     assert read_status(folder.path).num_rank_deaths <= 2 * len(guilty)
 
 
@@ -340,8 +338,7 @@ def test_a_row_keeps_its_death_when_the_driver_is_started_anew(tmp_path: Path, f
     assert read_status(folder.path).num_rank_deaths == 2, "the first death counts"
     output = read_output(folder.path)
     check_answers(output, prompts)
-    errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
-    assert errors == {"in.parquet#11": "engine_crash"}
+    assert error_codes(output) == {"in.parquet#11": "engine_crash"}
 
 
 def test_ranks_come_and_go_with_their_places(tmp_path: Path, folder: OutputFolder) -> None:

@@ -15,7 +15,15 @@ from pipelines.rank_protocol import RankDied
 from pipelines.replicas import Replicas
 from pipelines.report import read_runs
 from tests.fake_engine import POISON_ID
-from tests.small_jobs import check_answers, make_plan, random_prompts, read_output, start_run, write_prompts
+from tests.small_jobs import (
+    check_answers,
+    error_codes,
+    make_plan,
+    random_prompts,
+    read_output,
+    start_run,
+    write_prompts,
+)
 
 
 def test_the_silent_rank_is_the_one_that_was_lost() -> None:
@@ -105,8 +113,7 @@ def test_a_poison_row_of_a_replica_is_quarantined_and_no_other(tmp_path: Path, s
     assert driver.run() is Outcome.COMMITTED
     output = read_output(folder.path)
     check_answers(output, prompts)
-    errors = {row["row_id"]: row["error"] for row in output.to_pylist() if row["status"] == "error"}
-    assert errors == {f"in.parquet#{poison}": "engine_crash"}
+    assert error_codes(output) == {f"in.parquet#{poison}": "engine_crash"}
 
 
 @pytest.mark.parametrize("seed", range(6))
