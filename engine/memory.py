@@ -138,7 +138,7 @@ def estimate_memory(
         max_model_len=resolve_max_model_len(config, model_max_len=model.max_position_embeddings),
         num_checkpoint_bytes=sum(tensor.num_bytes for tensor in tensors),
         num_weight_bytes=sum(map(loaded_bytes, tensors)),
-        num_scratch_bytes=step_scratch_bytes(
+        num_scratch_bytes=_step_scratch_bytes(
             model, config, num_expert_ranks=num_expert_ranks, item_bytes=_ITEM_BYTES[dtype]
         ),
         num_state_bytes=config.max_num_seqs * state_bytes,
@@ -183,7 +183,7 @@ def count_experts(model_folder: str) -> int:
     return load_model_config(model_folder).n_routed_experts
 
 
-def step_scratch_bytes(
+def _step_scratch_bytes(
     model: DeepseekV41Config, config: EngineConfig, *, num_expert_ranks: int, item_bytes: int
 ) -> int:
     """What a step takes beside weights and caches: it follows from the batch, not from the context.

@@ -33,7 +33,7 @@ from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import build_ngram_tables
 from engine.layers.ops import Ops, build_ops, resolve_kernel_impl
 from engine.loader import WeightReader
-from engine.memory import MemoryEstimate, estimate_memory, step_scratch_bytes
+from engine.memory import MemoryEstimate, estimate_memory
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from engine.node_memory import available_bytes
@@ -205,12 +205,7 @@ class ModelRunner:
         """Bytes for KV blocks: on a GPU what weights, rings and a step's scratch leave of the allowance."""
         if self.device.type == "cpu":
             return CPU_CACHE_BYTES
-        scratch = step_scratch_bytes(
-            self.model_config,
-            config,
-            num_expert_ranks=1 if self.group is None else self.group.size,
-            item_bytes=layout.dtype.itemsize,
-        )
+        scratch = self._plan.num_scratch_bytes
         if self._plan.engram == "host":
             scratch += self._plan.num_staging_bytes  # rows from files have their place already
         rings = config.max_num_seqs * layout.num_bytes_per_state

@@ -234,10 +234,9 @@ class RankWorker:
         del self._prompt_lengths[: -(serving.capacity + few)]
 
     def _may_begin(self, serving: Serving, run: _LeaseRun) -> bool:
-        """Whether the next row of ``run`` may start beside those in flight."""
-        if run.lease.is_solo or any(other.lease.is_solo for other, _, _ in self._in_flight.values()):
-            return not self._in_flight
-        return not run.lease.is_of_suspects or len(self._in_flight) < serving.capacity
+        """Whether the next row of ``run`` may start: no more suspects than run at once, one solo one."""
+        most = 1 if run.lease.is_solo else serving.capacity
+        return not run.lease.is_of_suspects or len(self._in_flight) < most
 
     def _step(self, engine: Engine) -> list[RequestOutput]:
         """One step; before it, which rows are in it and how far each is, for whoever finds this rank dead.
@@ -252,9 +251,8 @@ class RankWorker:
             for request_id, (run, row, _) in self._in_flight.items()
             if num_tokens[request_id] in run.lease.tokens_at_deaths.get(row, ())
         ]
-        others = [request_id for request_id in self._in_flight if request_id not in due]
-        groups = [[request_id] for request_id in due]
-        if due and others:
+        groups: list[Collection[str]] = [{request_id} for request_id in due]
+        if due and (others := self._in_flight.keys() - due):
             groups.insert(len(groups) if self._num_steps else 0, others)
         for group in groups:
             self._note_step(num_tokens, group)

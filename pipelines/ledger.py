@@ -261,7 +261,7 @@ class Ledger:
         for index, row in places:
             tokens = self._suspects.tokens_at_deaths((index, row))
             together.setdefault((index, 0 not in tokens), {})[row] = tokens
-        # Those that a rank died with before they had a token come first: they start while no other is due.
+        # Those that a rank died with before they had a token come first: their steps alone are over at once.
         return tuple(
             self._hold(self._open[index], slot, list(own), tokens_at_deaths=own, is_solo=is_solo)
             for (index, _), own in sorted(together.items(), key=lambda item: item[0][1])
