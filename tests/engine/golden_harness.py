@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 # Ops whose results are sums in an order that an implementation chooses.
-SUMS = ("linear", "fp8_linear", "grouped_linear", "paged_sparse_attention", "combine_experts")
+SUMS = ("linear", "fp8_linear", "grouped_linear", "fp32_linear", "paged_sparse_attention", "combine_experts")
 
 
 def with_rounding_noise(ops: Ops, seed: int | None, device: torch.device = CPU) -> Ops:
@@ -167,6 +167,42 @@ def run_prompts(
 
     Block tables are disjoint and out of order. ``is_traced`` keeps every row and needs ``mode`` "full".
     """
+    cache = _start(loaded, runs, is_quantised=is_quantised)
+    step = 0
+    with torch.inference_mode():
+        while any(run.sequence.num_uncomputed_tokens for run in runs):
+            _run_step(loaded, [run for run in runs if run.starts_at_step <= step], cache, mode, is_traced)
+            step += 1
+    return runs
+
+
+def run_after_reference(
+    reference: LoadedModel, loaded: LoadedModel, prompt: list[int], *, is_quantised: bool
+) -> PromptRun:
+    """One row a step, each after the cache that ``reference`` left: what ``loaded`` makes of a row.
+
+    A value that falls to the other side of a rounding step changes its row alone here, not all rows after it.
+    """
+    models = (reference, loaded)
+    runs = [PromptRun(prompt, (1,)) for _ in models]
+    caches = [
+        _start(model, [run], is_quantised=is_quantised) for model, run in zip(models, runs, strict=True)
+    ]
+    sources, targets = (
+        [*memory.block_views(), *memory.state_views()]
+        for memory in (cache._memory["device"] for cache in caches)
+    )
+    with torch.inference_mode():
+        for _ in prompt:
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source)
+            for model, run, cache in zip(models, runs, caches, strict=True):
+                _run_step(model, [run], cache, "full", is_traced=True)
+    return runs[1]
+
+
+def _start(loaded: LoadedModel, runs: SequenceOf[PromptRun], *, is_quantised: bool) -> KVCache:
+    """Sequences for all runs, their blocks out of order, and the cache that they share."""
     cache = new_cache(loaded, is_quantised=is_quantised, num_states=len(runs) + 1)
     free = list(range(1, NUM_BLOCKS))
     for index, run in enumerate(runs):
@@ -179,12 +215,7 @@ def run_prompts(
         run.sequence.state_slot = index + 1
         num_blocks = -(-len(run.prompt) // 64)
         run.sequence.block_table = [free.pop((7 * index + 5) % len(free)) for _ in range(num_blocks)]
-    step = 0
-    with torch.inference_mode():
-        while any(run.sequence.num_uncomputed_tokens for run in runs):
-            _run_step(loaded, [run for run in runs if run.starts_at_step <= step], cache, mode, is_traced)
-            step += 1
-    return runs
+    return cache
 
 
 def _run_step(
