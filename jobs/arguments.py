@@ -7,19 +7,8 @@ from __future__ import annotations
 
 import argparse
 
+from jobs.exit_codes import EXIT_CODES
 from jobs.time_limit import parse_duration, parse_until
-
-EXIT_CODES = """\
-exit codes:
-  0   every shard is committed, with no more error rows than output.max_error_rate allows
-  1   anything else
-  2   refused: the config or the input is wrong; nothing was written
-  3   more error rows than output.max_error_rate allows when every shard is committed, or more than
-      output.max_errors allows: then the job was stopped there
-  75  stopped cleanly; run the same command again to go on
-of plan: 0 the job can run, 2 it cannot succeed as it is
-of verify: 0 every digest is equal, 1 one differs, 2 refused
-"""
 
 CPUS_PER_GPU = 4
 NUM_ROWS_TO_PLAN = 10_000

@@ -12,12 +12,14 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from engine import ConfigError
 from jobs.config import JobConfig
+from jobs.exit_codes import EXIT_COMMITTED, EXIT_FAILED, EXIT_STOPPED, EXIT_TOO_MANY_ERRORS
 from jobs.job_plan import output_folder, plan_job, record_job, with_absolute_paths
 from jobs.rank import EngineBuilder, RankSpec, rank_capacity
 from jobs.stop_signals import StopSignals
@@ -40,11 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXIT_COMMITTED = 0
-EXIT_FAILED = 1
-EXIT_TOO_MANY_ERRORS = 3
-EXIT_STOPPED = 75
-
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0, a Ray that is started listens on 127.0.0.1 alone, on Linux too. Read when Ray is imported."""
 
@@ -52,6 +49,10 @@ _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _RECONNECT_LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """For how many seconds a driver goes on looking for a head that is gone: Ray's own minute is long for a job
 whose ranks died with it and whose lock keeps the next run out."""
+
+_CRASH_HANDLER_SWITCH = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
+"""Set to 1 while Ray is imported, it does not put a handler of crashes, which it takes a SIGTERM for, in the
+place of ours."""
 
 
 def run_job(
@@ -68,6 +69,7 @@ def run_job(
     what the output folder holds of a job with other inputs or settings. ``part`` (i, n): only the i-th of n
     slices, from 0; other drivers may be at work on the others. ``limit_s``: stop cleanly before so long.
     ``build_engine`` must be a function that other processes can import; None builds the real engine.
+    After ``EXIT_STOPPED`` the process has to end by ``leave_at_once``: Ray may still be starting in it.
     """
     job = with_absolute_paths(job)
     folder = output_folder(job)
@@ -84,8 +86,9 @@ def run_job(
             check_folder(folder, plan)
             check_destination(folder, plan)
             shards = None if part is None else slice_of_shards(len(plan.shards), *part)
+            connection = _connected(job, signals)
             signals.hold()
-            with _connected(job, signals) as places:
+            with connection as places:
                 spec = RankSpec(job=job, run=0, build_engine=build_engine)
                 outcome = Outcome.STOPPED
                 if not signals.requested:
@@ -123,9 +126,24 @@ def _connected(job: JobConfig, signals: StopSignals) -> AbstractContextManager[P
     if address == "local":
         os.environ[_LOOPBACK_SWITCH] = "0"
     os.environ.setdefault(_RECONNECT_LIMIT, "8")
-    from jobs.ray_connection import connected
+    with _setting(_CRASH_HANDLER_SWITCH, "1"):  # not for the ranks, which may say of what they crash
+        from jobs.ray_connection import connected
 
     return connected(address, job, signals)
+
+
+@contextlib.contextmanager
+def _setting(name: str, value: str) -> Iterator[None]:
+    """An environment variable for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _refuse_upload(folder: OutputFolder) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,11 @@ LOCAL = "local"
 """Ray's own word for a Ray that is started and not joined."""
 
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest: no row goes through it
+_LOOK_INTERVAL_S = 0.02
+
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="ray")
+"""What starts Ray. Linux ends the processes that Ray starts with the thread that started them, so this one
+has to live as long as they do, idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,49 +44,62 @@ class Places:
 
 @contextlib.contextmanager
 def connected(address: str, job: JobConfig, signals: StopSignals) -> Iterator[Places]:
-    """Join the cluster at ``address``, or start a Ray and end it."""
+    """Join the cluster at ``address``, or start a Ray and end it.
+
+    ``KeyboardInterrupt`` when a stop came first: Ray's start is then left to the end of this process.
+    """
     if address != LOCAL:
-        try:
-            _init_ray(signals, address)
+        with _started(signals, address):
             yield _count_places(job)
-        finally:
-            _leave(signals)
         return
     cluster = job.cluster
     wanted = max(cluster.num_ranks, cluster.max_ranks or 0, cluster.ranks_per_replica)
+    own = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
+    with _watched(signals), _started(signals, address, num_cpus=max(wanted, os.cpu_count() or 1), **own):
+        yield _count_places(job)
+
+
+@contextlib.contextmanager
+def _watched(signals: StopSignals) -> Iterator[None]:
+    """A Ray that is started in here ends with it, or after a stop with this process."""
     reaper = Reaper()
     os.environ |= reaper.environment
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        own = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
-        _init_ray(signals, address, num_cpus=max(wanted, os.cpu_count() or 1), **own)
-        yield _count_places(job)
+        yield
     finally:
-        _leave(signals)
         if signals.requested is not StopRequest.NOW:
             reaper.close()
-        for name in reaper.environment:
-            os.environ.pop(name, None)
+            for name in reaper.environment:
+                os.environ.pop(name, None)
 
 
-def _leave(signals: StopSignals) -> None:
-    """A stop has two seconds in all, and Ray's farewell takes as many: see ``leave_at_once``."""
-    if signals.requested is not StopRequest.NOW:
-        ray.shutdown()
-
-
-def _init_ray(signals: StopSignals, address: str, **options: Any) -> None:
-    """Start or join Ray. ``KeyboardInterrupt`` when a signal made that impossible."""
+@contextlib.contextmanager
+def _started(signals: StopSignals, address: str, **options: Any) -> Iterator[None]:
+    _start_ray(signals, address, **options)
     try:
-        try:
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **options)
-        finally:
-            signals.install()
-    except SystemExit as error:  # from Ray's own handler of SIGTERM, while it stood in the place of ours
-        raise KeyboardInterrupt from error
+        yield
+    finally:
+        # A stop has two seconds in all, and Ray's farewell takes as many: see ``leave_at_once``.
+        if signals.requested is not StopRequest.NOW:
+            ray.shutdown()
+
+
+def _start_ray(signals: StopSignals, address: str, **options: Any) -> None:
+    """Start or join Ray, beside this thread: it takes seconds, for which a stop does not wait."""
+    start = _THREAD.submit(
+        ray.init, address=address, logging_level=logging.ERROR, log_to_driver=False, **options
+    )
+    while not start.done() and not signals.requested:
+        wait([start], _LOOK_INTERVAL_S)
+        signals.install()  # some versions of Ray put a handler of their own in its place
+    if signals.requested and (not start.done() or start.exception() is not None):
+        # A signal to the whole group ends Ray's processes too. Nothing is in flight: a drain is no different.
+        signals.requested = StopRequest.NOW
+        raise KeyboardInterrupt
+    try:
+        start.result()
     except Exception as error:  # Ray raises nothing narrower for a node that does not come up
-        if signals.requested:  # a signal to the whole group ends Ray's processes too
-            raise KeyboardInterrupt from error
         reason = " ".join(str(error).split())
         if address == LOCAL:
             raise JobFailed(f"Ray did not start: {reason}") from error

@@ -1,7 +1,7 @@
 """Signals into stop requests, from the beginning of a run to its end.
 
 Owns the process's handlers of SIGTERM, SIGINT and SIGUSR1 for that time. It must not know what a stop does,
-nor Ray, which puts handlers of its own in their place when it starts.
+nor Ray, some versions of which put handlers of their own in their place when they start.
 """
 
 from __future__ import annotations

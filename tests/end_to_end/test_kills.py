@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -204,19 +205,36 @@ def test_a_job_with_a_time_limit_stops_before_it_and_goes_on_when_run_again(
     assert read_status(job.output).num_reused == stopped.num_ok
 
 
-def test_a_job_that_is_stopped_while_its_ray_starts_says_75_and_leaves_nothing(
-    make_job: Callable[..., Job],
+def test_a_job_that_is_stopped_at_any_moment_of_its_start_says_75_and_leaves_nothing(
+    tmp_path: Path, make_job: Callable[..., Job]
 ) -> None:
-    job = make_job()
-    write_prompts(job.input / "in.parquet", [[1]])
-    driver = job.start()
-    while not job.processes(b"gcs_server"):
-        assert driver.poll() is None
-        time.sleep(0.02)
-    driver.send_signal(signal.SIGTERM)
-    assert driver.wait(60) == 75
-    assert job.is_gone()
-    assert not job.output.exists()
+    write_prompts(tmp_path / "in" / "in.parquet", [[1]])
+    numbers = itertools.cycle([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+    for title, delay_s in [
+        (b"reaper.py", 0.0),
+        (b"gcs_server", 0.0),
+        (b"gcs_server", 1.0),
+        (b"raylet/raylet", 0.0),
+        (b"raylet/raylet", 0.5),
+        (b"raylet/raylet", 1.0),
+        (b"raylet/raylet", 1.5),
+    ]:
+        job = make_job()
+        driver = job.start()
+        while not job.processes(title):
+            assert driver.poll() is None
+            time.sleep(0.02)
+        time.sleep(delay_s)
+        number = next(numbers)
+        driver.send_signal(number)
+        told_at = time.monotonic()
+        # Two seconds, with room for a busy machine: a whole start of Ray takes longer than that.
+        code = driver.wait(60)
+        print(title, delay_s, number.name, "took", time.monotonic() - told_at)
+        assert code == 75
+        assert time.monotonic() - told_at < 4
+        assert job.is_gone(10)
+        assert not job.output.exists()
 
 
 def test_c12b_a_row_that_kills_its_process_is_quarantined(make_job: Callable[..., Job]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine import ConfigError
-from jobs import cli
+from jobs import cli, commands
 from jobs.arguments import build_parser
 from jobs.config import JobConfig
 from pipelines.manifest import DriverLock, OutputFolder, Tally, write_plan
@@ -32,7 +32,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def jobs_run(monkeypatch: pytest.MonkeyPatch) -> list[JobConfig]:
     """The jobs that would have been run; each ends with exit code 75."""
     jobs: list[JobConfig] = []
-    monkeypatch.setattr(cli, "_run", lambda job, parsed: jobs.append(job) or 75)
+    monkeypatch.setattr(commands, "_run", lambda job, parsed: jobs.append(job) or 75)
     return jobs
 
 
@@ -128,11 +128,11 @@ def test_another_distribution_named_kernels_is_refused(
     metadata = tmp_path / "kernels-0.9.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.9.0\n")
-    cli.check_environment()
+    commands.check_environment()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert importlib.metadata.version("kernels") == "0.9.0"
     with pytest.raises(ConfigError, match=r"'kernels' 0\.9\.0"):
-        cli.check_environment()
+        commands.check_environment()
 
 
 def test_batch_prefill_says_that_it_comes_later(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_status_prints_the_equation() -> None:
         is_running=True,
         environments=(),
     )
-    assert cli.format_status(status).splitlines() == [
+    assert commands.format_status(status).splitlines() == [
         "running: 2 of 4 shards committed, 4 of 10 rows, 0:00:05 left",
         "rows read 8 = ok 4 + error 1 + in flight 3",
         "last run: 1 rows reused, 4 run; 2 runs, 1 ranks lost, 8.0 s in all",
@@ -213,7 +213,7 @@ def test_status_says_what_to_change_where_the_same_command_would_stop_again(tmp_
     folder = OutputFolder(tmp_path / "out")
     write_prompts(tmp_path / "in.parquet", [None] * 30 + [[1]])
     start_run(folder, make_plan(tmp_path / "in.parquet"), max_errors=3)[0].run()
-    first_line = cli.format_status(read_status(folder.path)).splitlines()[0]
+    first_line = commands.format_status(read_status(folder.path)).splitlines()[0]
     assert "output.max_errors; raise it to go on" in first_line
     assert "same command" not in first_line
 
@@ -226,13 +226,13 @@ def test_a_finished_job_says_whether_too_many_rows_are_error_rows(
     write_prompts(tmp_path / "in.parquet", [None] + [[1]] * 9)
     plan = make_plan(tmp_path / "in.parquet")
     start_run(folder, plan, max_error_rate=allowed)[0].run()
-    first_line = cli.format_status(read_status(folder.path)).splitlines()[0]
+    first_line = commands.format_status(read_status(folder.path)).splitlines()[0]
     assert first_line.startswith("finished")
     assert (f"output.max_error_rate ({allowed:g}) allows" in first_line) is has_failed
     assert ("with too many error rows" in folder.page_file.read_text()) is has_failed
     assert json.loads(folder.report_file.read_text())["has_failed_rate"] is has_failed
     start_run(folder, plan, max_error_rate=1.0)[0].run()  # what it says to do to accept them
-    assert cli.format_status(read_status(folder.path)).startswith("finished: 1 of 1 shards")
+    assert commands.format_status(read_status(folder.path)).startswith("finished: 1 of 1 shards")
 
 
 def test_a_run_that_has_no_row_yet_says_that_its_time_left_is_not_known(tmp_path: Path) -> None:
@@ -240,6 +240,6 @@ def test_a_run_that_has_no_row_yet_says_that_its_time_left_is_not_known(tmp_path
     write_prompts(tmp_path / "in.parquet", [[1], [2]])
     driver, _ = start_run(folder, make_plan(tmp_path / "in.parquet"))
     with DriverLock(folder):
-        assert "time left not known" in cli.format_status(read_status(folder.path)).splitlines()[0]
+        assert "time left not known" in commands.format_status(read_status(folder.path)).splitlines()[0]
         driver.run()
-    assert "time left" not in cli.format_status(read_status(folder.path))
+    assert "time left" not in commands.format_status(read_status(folder.path))

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine import ConfigError, Engine, EngineConfig, RequestOutput
-from jobs import cli
+from jobs import cli, commands
 from jobs.config import JobConfig, load_job
 from jobs.environment import describe_versions
 from jobs.job_plan import plan_job, record_job
@@ -173,7 +173,7 @@ def test_other_versions_are_refused_or_reported(job: Job) -> None:
     found = job.verify(allow_other_device=True)
     assert found.is_equal
     assert found.elsewhere == (f"torch was 1.0.0 and is here {torch}",)
-    assert "across" in cli.format_verification(found)
+    assert "across" in commands.format_verification(found)
 
 
 def test_another_device_is_refused_or_reported(job: Job) -> None:
@@ -188,7 +188,7 @@ def test_runs_that_computed_in_different_places_are_told(job: Job) -> None:
     job.refused("triton was 9.9")
     found = job.verify(allow_other_device=True)
     assert found.num_environments == 2
-    assert "recorded 2 different environments" in cli.format_verification(found)
+    assert "recorded 2 different environments" in commands.format_verification(found)
 
 
 def test_a_moved_model_is_named_and_another_one_refused(job: Job, tmp_path: Path) -> None:

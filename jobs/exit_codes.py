@@ -1,0 +1,27 @@
+"""The exit codes of batch-generate, and what its help says of them.
+
+Owns the numbers. It must not know when which one is returned.
+"""
+
+from __future__ import annotations
+
+EXIT_COMMITTED = 0
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_TOO_MANY_ERRORS = 3
+EXIT_STOPPED = 75
+
+EXIT_CODES = """\
+exit codes:
+  0   every shard is committed, with no more error rows than output.max_error_rate allows
+  1   anything else
+  2   refused: the config or the input is wrong; nothing was written
+  3   more error rows than output.max_error_rate allows when every shard is committed, or more than
+      output.max_errors allows: then the job was stopped there
+  75  stopped cleanly; run the same command again to go on
+of plan: 0 the job can run, 2 it cannot succeed as it is
+of verify: 0 every digest is equal, 1 one differs, 2 refused
+"""
+
+STOPPED_SENTENCE = "batch-generate: stopped cleanly; run the same command again to go on"
+"""What a run says last that ends with ``EXIT_STOPPED``."""
