@@ -23,6 +23,15 @@ ROW_PADDING = 32
 """Packed rows are padded to a multiple of this, so that vector kernels never meet a ragged tail."""
 
 
+def upload(array: np.ndarray, device: torch.device | str) -> Tensor:
+    """A copy on the device, for which the host does not wait."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if torch.device(device).type == "cuda":
+        # The driver copies pageable memory only once the device has done all that was asked of it before.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class RowSet:
     """The rows of some layers' input or output. Rows from ``num_rows`` on are padding (position 0)."""
@@ -188,7 +197,7 @@ class BatchInputs:
         return self._selects[key]
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return upload(array, self.device)
 
     @cached_property
     def _block_tables(self) -> Tensor:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import ROW_PADDING, BatchInputs, RowSet
+from engine.batch import ROW_PADDING, BatchInputs, RowSet, upload
 from engine.checkpoint import StoredTensor
 from engine.config import TablePlace
 from engine.errors import ConfigError
@@ -139,8 +139,7 @@ class _NgramHash:
 
     def __call__(self, classes: np.ndarray) -> Tensor:
         """[num_rows, N] -> [num_rows, (N - 1) * num_heads]."""
-        on_device = torch.from_numpy(classes).to(self._device, non_blocking=True)
-        return engram_hash_reference(on_device, *self._numbers)
+        return engram_hash_reference(upload(classes, self._device), *self._numbers)
 
 
 class _TableInReach:

@@ -119,9 +119,12 @@ class LLMEngine:
     def try_step_only(self, request_ids: Collection[str]) -> list[RequestOutput] | None:
         """One batch of these requests alone; None when none of them has room now. Raises as ``step``."""
         only = {seq.seq_id for name in request_ids for seq in self._requests[name].sequences}
-        return self._run_step(self.scheduler.schedule(only))
+        return self._run_step(self.scheduler.schedule(only), awaits_device=True)
 
-    def _run_step(self, batch: ScheduledBatch | None) -> list[RequestOutput] | None:
+    def _run_step(
+        self, batch: ScheduledBatch | None, *, awaits_device: bool = False
+    ) -> list[RequestOutput] | None:
+        """A step that samples nothing is only asked for: it may fail in a later one, unless awaited."""
         group = self.runner.group
         try:
             if batch is None:
@@ -135,6 +138,8 @@ class LLMEngine:
                 spans = self.scheduler.upcoming()
                 self.runner.look_ahead([(seq.token_ids, start, end) for seq, start, end in spans])
             sampled = self._sampler.sample(logits, self._sampling_rows(batch))
+            if awaits_device:
+                self.runner.await_device()
         except RuntimeError as error:
             if group is not None:
                 group.abandon()

@@ -194,6 +194,11 @@ class ModelRunner:
         self.cache.apply(batch.moves_after)
         return logits
 
+    def await_device(self) -> None:
+        """Until all that was asked of the device is done; raises ``RuntimeError`` for what failed."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     @torch.inference_mode()
     def join(self) -> None:
         """A step of the group in which this rank has nothing of its own to run."""

@@ -19,6 +19,7 @@ from engine.layers.ops import Ops
 from engine.layers.rotary import RotaryEmbedding, RotaryTables
 from engine.loader import WeightReader
 from engine.models.deepseek_v41_config import DeepseekV41Config
+from kernels.number_formats import QuantisedRows
 
 
 class Attention:
@@ -83,8 +84,9 @@ class Attention:
         if not batch.has_window_rows(self._layer):
             return None, None
         tables = self._rotary.tables(inputs.rows.positions, is_compressing=self._ratio > 0)
+        rounded = self._activations(x)
         own_rows = self._ops.store_window_kv(
-            self._wkv(self._activations(x)),
+            self._wkv(rounded),
             self._kv_norm,
             tables.cos,
             tables.sin,
@@ -95,7 +97,8 @@ class Attention:
         if inputs.output_rows.num_rows:
             if inputs.keep is not None:
                 x, tables = x[inputs.keep], tables.take(inputs.keep)
-            y, selection = self._attend(x, tables, own_rows, batch, cache, selection)
+                rounded = self._activations(x)
+            y, selection = self._attend(x, rounded, tables, own_rows, batch, cache, selection)
         # Only now: the newest rows overwrite the oldest, which this step's queries still read.
         window = batch.window_inputs(self._layer)
         self._ops.copy_rows(own_rows, cache.windows[self._layer], window.ring_sources, window.ring_targets)
@@ -104,6 +107,7 @@ class Attention:
     def _attend(
         self,
         x: Tensor,
+        rounded: QuantisedRows | Tensor,
         tables: RotaryTables,
         own_rows: Tensor,
         batch: BatchInputs,
@@ -111,7 +115,7 @@ class Attention:
         selection: Selection | None,
     ) -> tuple[Tensor, Selection | None]:
         config = self._config
-        q_latent = self._q_norm(self._wq_a(self._activations(x)))
+        q_latent = self._q_norm(self._wq_a(rounded))
         if self._indexer is not None:
             blocks = None if selection is None else selection.blocks
             select = batch.select_inputs(self._layer, self._ratio)

@@ -23,10 +23,19 @@ class RotaryEmbedding:
         # Frequencies are made on the CPU, so that every device rotates by the same angles.
         self._window = rope_frequencies(dim, config.rope_theta, None).to(device)
         self._compressed = rope_frequencies(dim, config.compress_rope_theta, yarn).to(device)
+        self._newest: dict[bool, tuple[Tensor, RotaryTables]] = {}
 
     def tables(self, positions: Tensor, *, is_compressing: bool) -> RotaryTables:
-        """Tables for positions [num_rows]; ``is_compressing``: the layer's ratio is above 0."""
-        return RotaryTables(*rope_tables(positions, self._compressed if is_compressing else self._window))
+        """Tables for positions [num_rows]; ``is_compressing``: the layer's ratio is above 0.
+
+        Most layers of a step run the same rows: asked again for the same tensor, it gives the same tables.
+        """
+        known = self._newest.get(is_compressing)
+        if known is None or known[0] is not positions:
+            frequencies = self._compressed if is_compressing else self._window
+            known = positions, RotaryTables(*rope_tables(positions, frequencies))
+            self._newest[is_compressing] = known
+        return known[1]
 
 
 class RotaryTables:
