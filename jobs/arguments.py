@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 
+from jobs import VERSION
 from jobs.exit_codes import EXIT_CODES
 from jobs.time_limit import parse_duration, parse_until
 
@@ -39,6 +40,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The flag set of batch-generate; a test pins it."""
     parser = _Parser("batch-generate", "Parquet prompts in, Parquet completions out.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     text = "run a job, or go on with one that was stopped"
     run = commands.add_parser("run", help=text, description=text)

@@ -78,7 +78,10 @@ def run_job(
         raise ConfigError("--discard-changed is for a whole job, --slice for a part of one")
     try:
         with StopSignals() as signals, TimeLimit(limit_s):
+            logger.info("reading the input %s", job.input.path)
             plan = plan_job(job)
+            num_rows = sum(shard.num_rows for shard in plan.shards)
+            logger.info("%d rows in %d shards", num_rows, len(plan.shards))
             if discard_changed:
                 difference = discard_changed_job(folder, plan)
                 if difference is not None:
@@ -124,7 +127,10 @@ def _connected(job: JobConfig, signals: StopSignals) -> AbstractContextManager[P
     """Join the cluster that is named, or start a Ray that listens on this machine's loopback alone."""
     address = job.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
+        logger.info("starting a Ray on this machine")
         os.environ[_LOOPBACK_SWITCH] = "0"
+    else:
+        logger.info("joining the Ray cluster at %s", address)
     os.environ.setdefault(_RECONNECT_LIMIT, "8")
     with _setting(_CRASH_HANDLER_SWITCH, "1"):  # not for the ranks, which may say of what they crash
         from jobs.ray_connection import connected
@@ -185,6 +191,7 @@ def _drive(spec: RankSpec, plan: Plan, shards: range | None, places: Places, sig
                     on_metrics=RayMetrics(str(folder.path)).take,
                 )
                 signals.watch(driver)
+                logger.info("Ray is up; up to %d ranks load %s", places.num_slots, spec.job.model.path)
                 return driver.run()
             finally:
                 fleet.close()

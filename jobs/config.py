@@ -160,33 +160,42 @@ def load_job(
 
     ``flags`` maps dotted keys to values (None: not given). ``overrides`` are ``a.b=value`` with the
     value in YAML. Relative paths, also those in the file, are relative to the current directory.
-    Raises ``ConfigError`` with one sentence.
+    Raises ``ConfigError`` with one sentence, a clause for each thing that is wrong.
     """
     tree = _read_yaml(Path(path)) if path is not None else {}
-    for key, value in (flags or {}).items():
-        if value is not None:
-            _set_key(tree, key, value)
+    given = [(key, value) for key, value in (flags or {}).items() if value is not None]
+    wrong: list[str] = []
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"--set needs section.key=value, got {override!r}")
-        _set_key(tree, key.strip(), _parse_yaml(text, f"--set {key.strip()}"))
-    _check_keys(tree)
-    return _validate(tree)
-
-
-def _validate(tree: dict[str, Any]) -> JobConfig:
-    model_path = tree.get("model", {}).get("path")
-    seed = tree.get("sampling", {}).get("seed")
-    engine = {**tree.get("engine", {}), "model": model_path, "seed": 0 if seed is None else seed}
+        given.append((key.strip(), _parse_yaml(text, f"--set {key.strip()}")))
+    for key, value in given:
+        clause = _set_key(tree, key, value)
+        wrong += [] if clause is None else [clause]
+    known, unknown = _sort_out_keys(tree)
+    wrong += unknown
     for section in ("model", "input", "output"):
-        if tree.get(section, {}).get("path") is None:
-            raise ConfigError(f"{section}.path is not set: give it in the job file or with --{section}")
+        values = known.setdefault(section, {})
+        if values.get("path") is None:
+            if values == tree.get(section, {}):  # else one of the keys that are wrong may be meant for it
+                wrong.append(f"{section}.path is not set: give it in the job file or with --{section}")
+            values["path"] = "not set"  # the other values are looked at all the same
+    return _validate(known, wrong)
+
+
+def _validate(tree: dict[str, dict[str, Any]], wrong: list[str]) -> JobConfig:
+    """The job of a tree whose keys are known, if nothing was ``wrong`` before and nothing is now."""
+    seed = tree.get("sampling", {}).get("seed")
+    engine = {**tree.get("engine", {}), "model": tree["model"]["path"], "seed": 0 if seed is None else seed}
     try:
         # By way of JSON, whose strict mode takes lists for tuples and mappings for dataclasses.
-        return JobConfig.model_validate_json(json.dumps({**tree, "engine": engine}, default=str))
+        job = JobConfig.model_validate_json(json.dumps({**tree, "engine": engine}, default=str))
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(error))) from error
+        raise ConfigError("; ".join([*wrong, *_explain(error)])) from error
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    return job
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
@@ -227,21 +236,27 @@ def _valid_keys() -> list[str]:
     return [f"{section}.{name}" for section, names in _section_keys().items() for name in names]
 
 
-def _check_keys(tree: Mapping[str, Any]) -> None:
+def _sort_out_keys(tree: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The part of a tree that has known keys, and a clause for each other."""
     keys = _section_keys()
+    known: dict[str, dict[str, Any]] = {}
+    wrong: list[str] = []
     for section, values in tree.items():
         if section not in keys:
             names = [f"{section}.{name}" for name in values] if isinstance(values, Mapping) else []
-            raise ConfigError(_unknown_key(names[0] if names else section))
+            wrong += map(_unknown_key, names or [section])
+            continue
         if not isinstance(values, Mapping):
-            known = ", ".join(keys[section])
-            raise ConfigError(f"{section} must be a mapping with keys {known}, got {values!r}")
-        for name in values:
+            wrong.append(f"{section} must be a mapping with keys {', '.join(keys[section])}, got {values!r}")
+            continue
+        known[section] = {name: value for name, value in values.items() if name in keys[section]}
+        for name in [name for name in values if name not in keys[section]]:
             setter = DERIVED_KEYS.get(f"{section}.{name}")
-            if setter is not None:
-                raise ConfigError(f"{section}.{name} cannot be set: set {setter} instead")
-            if name not in keys[section]:
-                raise ConfigError(_unknown_key(f"{section}.{name}"))
+            if setter is None:
+                wrong.append(_unknown_key(f"{section}.{name}"))
+            else:
+                wrong.append(f"{section}.{name} cannot be set: set {setter} instead")
+    return known, wrong
 
 
 def _unknown_key(key: str) -> str:
@@ -260,16 +275,17 @@ def _unknown_key(key: str) -> str:
     return f"unknown key {key}: the sections are {', '.join(keys)}"
 
 
-def _set_key(tree: dict[str, Any], key: str, value: object) -> None:
+def _set_key(tree: dict[str, Any], key: str, value: object) -> str | None:
+    """Put a value into the tree, or say what is wrong with its key."""
     section, dot, name = key.partition(".")
     if not dot and section in _section_keys():
-        raise ConfigError(f"--set needs section.key=value, got the whole section {section}")
+        return f"--set needs section.key=value, got the whole section {section}"
     if not dot or "." in name:
-        raise ConfigError(_unknown_key(key))
+        return _unknown_key(key)
     values = tree.setdefault(section, {})
-    if not isinstance(values, dict):
-        raise ConfigError(f"{section} must be a mapping, got {values!r}")
-    values[name] = value
+    if isinstance(values, dict):  # if not, that is said of the section
+        values[name] = value
+    return None
 
 
 class _Loader(yaml.SafeLoader):

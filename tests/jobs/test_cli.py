@@ -7,12 +7,13 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from engine import ConfigError
-from jobs import cli, commands
+from jobs import VERSION, cli, commands
 from jobs.arguments import build_parser
 from jobs.config import JobConfig
 from pipelines.manifest import DriverLock, OutputFolder, Tally, write_plan
@@ -60,6 +61,15 @@ def test_the_flag_set_is_pinned() -> None:
     }
 
 
+def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.batch_generate(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"batch-generate {VERSION}\n"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "jobs.VERSION"}
+
+
 def test_run_hands_the_job_over_and_returns_its_code(jobs_run: list[JobConfig]) -> None:
     flags = ["--model", "m", "--input", "i", "--output", "o", "--num-ranks", "2"]
     assert cli.batch_generate(["run", *flags, "--set", "engine.dtype=float32", "--set", "sampling.n=2"]) == 75
@@ -78,7 +88,10 @@ def test_a_job_file_may_follow_the_flags(jobs_run: list[JobConfig], tmp_path: Pa
 def test_a_refused_config_is_one_sentence_and_exit_2(
     jobs_run: list[JobConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.batch_generate(["run", "--set", "sampling.temprature=1"]) == 2
+    assert (
+        cli.batch_generate(["run", "--model=m", "--input=i", "--output=o", "--set", "sampling.temprature=1"])
+        == 2
+    )
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [

@@ -22,6 +22,7 @@ from jobs.config import JobConfig, load_job
 from jobs.environment import SPEED_ONLY
 from jobs.job_plan import fingerprint_model, plan_job
 from jobs.reaper import MARK, Reaper, reap
+from pipelines.driver import Outcome
 from pipelines.manifest import OutputFolder
 from pipelines.plan import Plan, describe_difference
 from tests.small_jobs import random_prompts, write_prompts
@@ -118,6 +119,39 @@ def test_a_signal_before_the_first_row_is_a_clean_stop(
         is_over.set()
     assert snapshot(tmp_path) == before
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == handlers
+
+
+def test_a_run_says_what_takes_time_before_it_does_it(
+    make_job: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "jobs.cluster")
+    said: list[list[str]] = []
+
+    def plan(job: JobConfig) -> Plan:
+        said.append(list(caplog.messages))
+        return plan_job(job)
+
+    def start(**_: object) -> None:
+        said.append(list(caplog.messages))
+
+    def drive(_: object) -> Outcome:
+        said.append(list(caplog.messages))
+        return Outcome.STOPPED
+
+    monkeypatch.setattr("jobs.cluster.plan_job", plan)
+    monkeypatch.setattr("ray.init", start)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1.0})
+    monkeypatch.setattr("jobs.cluster.Driver.run", drive)
+    monkeypatch.setattr("jobs.fleet.RayFleet.close", lambda fleet: None)
+    job = make_job()
+    assert run_job(job) == 75
+    messages = [
+        f"reading the input {job.input.path}",
+        "5 rows in 1 shards",
+        "starting a Ray on this machine",
+        f"Ray is up; up to 1 ranks load {job.model.path}",
+    ]
+    assert said == [messages[:1], messages[:3], messages]
 
 
 @pytest.mark.parametrize("error", [Exception, RuntimeError, ConnectionError, ValueError])

@@ -12,6 +12,8 @@ from jobs.config import JobConfig, engine_config, load_job, sampling_params
 
 PATHS = {"model.path": "m", "input.path": "in/*.parquet", "output.path": "out"}
 
+PATHS_YAML = "model: {path: m}\ninput: {path: i}\noutput: {path: o}\n"
+
 JOB_YAML = """
 model: {path: folder}
 input: {path: rows, rows_per_shard: 5}
@@ -87,9 +89,9 @@ def test_an_unknown_key_names_the_nearest(override: str, nearest: str) -> None:
 
 def test_an_unknown_section_of_a_file_names_the_nearest(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
-    file.write_text("smapling: {top_p: 1}\n")
+    file.write_text(f"{PATHS_YAML}smapling: {{top_p: 1}}\n")
     assert refusal(path=file) == "unknown key smapling.top_p: the nearest valid one is sampling.top_p"
-    file.write_text("smapling:\n")
+    file.write_text(f"{PATHS_YAML}smapling:\n")
     assert refusal(path=file) == "unknown key smapling: the nearest valid one is sampling"
 
 
@@ -123,6 +125,32 @@ def test_a_wrong_value_is_named(override: str, parts: list[str]) -> None:
     message = refusal(override)
     assert "\n" not in message
     assert [part for part in parts if part not in message] == []
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "model: {path: m}\n"
+        "input: {pth: i}\n"
+        "smapling: {top_k: 1, seed: 2}\n"
+        "sampling: {top_p: 3, temprature: 1}\n"
+        "engine: {model: m, dtype: fp8}\n"
+        "cluster: 4\n"
+    )
+    assert refusal("output.prefix=5", "max_tokens=4", path=file).split("; ") == [
+        "unknown key max_tokens: the nearest valid one is sampling.max_tokens",
+        "unknown key input.pth: the nearest valid one is input.path",
+        "unknown key smapling.top_k: the nearest valid one is sampling.top_k",
+        "unknown key smapling.seed: the nearest valid one is sampling.seed",
+        "unknown key sampling.temprature: the nearest valid one is sampling.temperature",
+        "engine.model cannot be set: set model.path instead",
+        "cluster must be a mapping with keys num_ranks, min_ranks, max_ranks, ranks_per_replica, "
+        "replica_spans_nodes, place_timeout_s, address, cost_per_rank_hour, stall_timeout_s, got 4",
+        "output.path is not set: give it in the job file or with --output",
+        "output.prefix should be a valid string, got 5",
+        "sampling: top_p must be a number in (0, 1], got 3.0",
+        "engine.dtype should be 'auto', 'float32' or 'bfloat16', got 'fp8'",
+    ]
 
 
 @pytest.mark.parametrize("section", ["model", "input", "output"])
