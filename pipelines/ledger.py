@@ -257,14 +257,12 @@ class Ledger:
         """Lease suspects that go together, to a rank that holds no other; if solo ones, nothing at all."""
         places = self._suspects.next_group(slot, slots, capacity, is_solo=is_solo)
         self._suspects.take(places)
-        together: dict[tuple[int, bool], dict[int, frozenset[int]]] = {}
+        together: dict[int, dict[int, frozenset[int]]] = {}
         for index, row in places:
-            tokens = self._suspects.tokens_at_deaths((index, row))
-            together.setdefault((index, 0 not in tokens), {})[row] = tokens
-        # Those that a rank died with before they had a token come first: their steps alone are over at once.
+            together.setdefault(index, {})[row] = self._suspects.tokens_at_deaths((index, row))
         return tuple(
             self._hold(self._open[index], slot, list(own), tokens_at_deaths=own, is_solo=is_solo)
-            for (index, _), own in sorted(together.items(), key=lambda item: item[0][1])
+            for index, own in together.items()
         )
 
     def record(self, report: LeaseReport) -> None:

@@ -57,11 +57,9 @@ def test_a_lost_lease_gives_back_what_was_not_finished() -> None:
     untouched = ledger.try_lease(0, 6)
     assert untouched is not None
     assert (untouched.rows, untouched.is_of_suspects) == ([4, 5], False)
-    first, second = ledger.try_lease_suspects(1, [0, 1], 4)
-    assert (first.tokens_at_deaths, second.tokens_at_deaths) == ({3: {0}}, {2: {5}}), (
-        "who has none comes first"
-    )
-    assert (first.rows, second.rows, first.is_solo) == ([3], [2], False)
+    (suspects,) = ledger.try_lease_suspects(1, [0, 1], 4)
+    assert suspects.tokens_at_deaths == {2: {5}, 3: {0}}
+    assert (suspects.rows, suspects.is_solo) == ([2, 3], False)
 
 
 def test_a_row_that_kills_twice_is_the_culprit_and_the_others_go_on() -> None:
@@ -70,13 +68,12 @@ def test_a_row_that_kills_twice_is_the_culprit_and_the_others_go_on() -> None:
     assert lease is not None
     died = JournalState(started={0, 1, 2}, num_tokens={0: 8, 1: 9, 2: 0})
     assert ledger.lose_rank(0, {lease.lease_id: died}) is None
-    unborn, suspects = ledger.try_lease_suspects(0, [0], 4)
-    finish(ledger, unborn)
+    (suspects,) = ledger.try_lease_suspects(0, [0], 4)
     beside = ledger.try_lease(0, 1)
     assert beside is not None
-    assert (unborn.rows, suspects.rows, beside.rows) == ([2], [0, 1], [3])
+    assert (suspects.rows, beside.rows) == ([0, 1, 2], [3])
     states = {
-        suspects.lease_id: JournalState(started={0, 1}, num_tokens={0: 3, 1: 9}),
+        suspects.lease_id: JournalState({0, 1, 2}, finished={2: True}, num_tokens={0: 3, 1: 9}),
         beside.lease_id: JournalState(started={3}, num_tokens={3: 9}),
     }
     assert ledger.lose_rank(0, states) == (suspects, 1)
