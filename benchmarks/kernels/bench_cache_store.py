@@ -12,11 +12,10 @@ import torch
 
 from benchmarks.kernels.bench_hyper_connections import copy_rate
 from benchmarks.kernels.captured import captured_ms
+from benchmarks.kernels.contracts import require_contracts
 from kernels.cache_store import compress_and_store, store_index_keys, store_window_kv
 from kernels.engram import engram_gate, engram_gather
-from tests.kernels import cache_store_cases, engram_cases
 from tests.kernels.cache_store_cases import EPS, store_inputs
-from tests.kernels.contract import check_contract
 
 NUM_ROWS, DIM, INDEX_DIM, WIDTH = 4096, 512, 128, 5120
 
@@ -68,9 +67,7 @@ def engram_ops() -> dict[str, tuple[int, object]]:
 
 
 def main() -> None:
-    for case in [*cache_store_cases.CASES, *engram_cases.CASES]:
-        report = check_contract(case)
-        print(f"contract {report.case}: {report.errors}")
+    require_contracts(__doc__, "cache_store", "engram")
     rate = copy_rate()
     results = {}
     for name, (num_bytes, launch) in (store_ops() | engram_ops()).items():

@@ -12,11 +12,10 @@ import json
 import torch
 
 from benchmarks.kernels.captured import captured_ms
+from benchmarks.kernels.contracts import require_contracts
 from benchmarks.kernels.timing import sustained_ms
 from kernels.hyper_connections import collapse_norm, expand_streams, mix_streams, read_streams, update_streams
 from kernels.rms_norm import rms_norm
-from tests.kernels import hyper_connections_cases, rms_norm_cases
-from tests.kernels.contract import check_contract
 from tests.kernels.hyper_connections_cases import OPTIONS, WEIGHTS, old_mix, stream_inputs
 
 WIDTH = 5120
@@ -57,9 +56,7 @@ def measure(num_rows: int, rate: float) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    for case in [*rms_norm_cases.CASES, *hyper_connections_cases.CASES]:
-        report = check_contract(case)
-        print(f"contract {report.case}: {report.errors}")
+    require_contracts(__doc__, "rms_norm", "hyper_connections")
     rate = copy_rate()
     results = {str(n): measure(n, rate) for n in (4096, 64)}
     facts = {"op": "hyper_connections", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}

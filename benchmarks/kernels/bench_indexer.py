@@ -12,11 +12,10 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.kernels.contracts import require_contracts
 from benchmarks.kernels.timing import sustained_ms
 from kernels.indexer import KeyPages, candidate_scores, index_scores, select_entries, select_topk
 from kernels.number_formats import pack_fp4_index
-from tests.kernels.contract import check_contract
-from tests.kernels.indexer_cases import CASES
 
 NUM_ROWS, HEADS, DIM, PER_BLOCK = 4096, 32, 128, 32
 NUM_CANDIDATES, BLOCK_SIZE, TOP_K = 2048, 8, 512
@@ -113,10 +112,7 @@ def measure(num_entries: int) -> dict[str, float]:
 
 
 def main() -> None:
-    for case in CASES:
-        if case.needs_gpu:
-            report = check_contract(case)
-            print(f"contract {report.case}: {report.errors}")
+    require_contracts(__doc__, "indexer")
     results = {str(n): measure(n) for n in (65_536, 131_072)}
     for n, result in results.items():
         for name, value in result.items():

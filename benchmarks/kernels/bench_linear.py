@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.captured import LAUNCHES, captured_ms
+from benchmarks.kernels.contracts import require_contracts
 from benchmarks.kernels.timing import sustained_ms
 from kernels.linear import Fp8Weight, align_scales, fp8_linear, grouped_linear, linear
 from kernels.number_formats import ActivationMode, QuantisedRows, dequantise_fp8_weight, quantise_activations
-from tests.kernels import linear_cases, number_formats_cases, rope_cases
-from tests.kernels.contract import check_contract
 from tests.kernels.linear_cases import fp8_weight
 
 LAYER = {
@@ -147,9 +146,7 @@ def show(results: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    for case in [*number_formats_cases.CASES, *rope_cases.CASES, *linear_cases.CASES]:
-        report = check_contract(case)
-        print(f"contract {report.case}: {report.errors}")
+    require_contracts(__doc__, "number_formats", "rope", "linear")
     results = {"prefill_4096": prefill(4096, 1.0), "decode": decode(0.5)}
     for part in results.values():
         show(part)

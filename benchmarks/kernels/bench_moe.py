@@ -8,11 +8,11 @@ touches. Run from the root: ``python -m benchmarks.kernels.bench_moe``.
 from __future__ import annotations
 
 import json
-import sys
 
 import torch
 
 from benchmarks.kernels.captured import captured_ms
+from benchmarks.kernels.contracts import require_contracts
 from benchmarks.kernels.timing import sustained_ms
 from kernels.moe import (
     PreparedMxfp4,
@@ -27,8 +27,8 @@ from kernels.moe import (
     swiglu,
 )
 from kernels.moe.routing import plan_slots
-from tests.kernels.contract import check_contract, errors_of
-from tests.kernels.moe_cases import CASES, random_mxfp4
+from tests.kernels.contract import errors_of
+from tests.kernels.moe_cases import random_mxfp4
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 5120, 2304, 96, 6
 FLOPS = 2 * 3 * HIDDEN * INTERMEDIATE
@@ -128,10 +128,7 @@ def measure_small(g: torch.Generator) -> dict[str, float]:
 
 
 def main() -> None:
-    if "--timing-only" not in sys.argv:
-        for case in CASES:
-            report = check_contract(case)
-            print(f"contract {report.case}: {report.errors}")
+    require_contracts(__doc__, "moe")
     g = torch.Generator("cuda").manual_seed(5)
     w13 = prepared(g, (EXPERTS, 2 * INTERMEDIATE, HIDDEN), is_gated=True)
     w2 = prepared(g, (EXPERTS, HIDDEN, INTERMEDIATE), is_gated=False)

@@ -12,11 +12,11 @@ import os
 
 import torch
 
+from benchmarks.kernels.contracts import require_contracts
 from benchmarks.kernels.timing import sustained_ms
 from kernels.number_formats import unpack_fp4_entry, unpack_fp8
 from kernels.sparse_attention import paged_sparse_attention
-from tests.kernels.contract import check_contract
-from tests.kernels.sparse_attention_cases import CASES, attention_inputs
+from tests.kernels.sparse_attention_cases import attention_inputs
 
 SHAPE = {"num_heads": 64, "head_dim": 512, "window": 128, "dtype": torch.bfloat16, "is_packed": True}
 
@@ -58,9 +58,7 @@ def time_flashmla(num_rows: int, num_slots: int, num_selected: int) -> float | N
 
 
 def main() -> None:
-    for case in CASES:
-        report = check_contract(case)
-        print(f"contract {report.case}: {report.errors}")
+    require_contracts(__doc__, "sparse_attention")
     results = {
         "prefill_4096x640_of_131072": time_ours(4096, 131_072, 512),
         "prefill_4096x640_of_65536": time_ours(4096, 65_536, 512),

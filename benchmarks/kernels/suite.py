@@ -36,9 +36,9 @@ def figures_of(result: Any, prefix: str) -> dict[str, float]:
     return {k: v for name, value in items for k, v in figures_of(value, f"{prefix}.{name}").items()}
 
 
-def run_benchmark(name: str) -> dict[str, Any] | None:
+def run_benchmark(name: str, options: list[str]) -> dict[str, Any] | None:
     """Run it, show what it prints, and return its last JSON line; None where it failed."""
-    command = [sys.executable, "-u", "-m", f"benchmarks.kernels.bench_{name}"]
+    command = [sys.executable, "-u", "-m", f"benchmarks.kernels.bench_{name}", *options]
     last = None
     with subprocess.Popen(command, cwd=HERE.parents[1], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -57,6 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", default="", help=f"some of {', '.join(benchmark_names())}, with commas")
+    parser.add_argument("--timing-only", action="store_true", help="no contracts first")
     args = parser.parse_args(arguments)
     names = args.only.split(",") if args.only else benchmark_names()
     unknown = sorted(set(names) - set(benchmark_names()))
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     failed = []
     for name in names:
         print(f"--- {name}", flush=True)
-        result = run_benchmark(name)
+        result = run_benchmark(name, ["--timing-only"] if args.timing_only else [])
         if result is None:
             failed.append(name)
         else:
