@@ -8,6 +8,7 @@ than that. So each row is run after the cache that the CPU's references left, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -15,9 +16,8 @@ import torch
 from engine.layers.ops import KernelImpl
 from tests.engine.golden_harness import (
     CHUNKS,
-    LoadedModel,
+    Golden,
     PromptRun,
-    logit_errors,
     run_after_reference,
     run_prompts,
 )
@@ -32,7 +32,7 @@ NOISE_SEEDS = range(1, 9)
 @pytest.mark.parametrize("kernel_impl", ["torch", "triton"])
 @pytest.mark.parametrize(("model", "mode"), PAIRS)
 def test_prompts_alone_and_mixed(model: str, mode: str, kernel_impl: KernelImpl) -> None:
-    """One shot each; all at once, every other prompt in chunks; row by row: the same bits, and the files'."""
+    """One shot each; all at once, every other in chunks; short ones row by row: the same bits, the files'."""
     loaded = loaded_model(model, mode, None, "cuda", kernel_impl)
     files = goldens(model, mode)
 
@@ -41,29 +41,37 @@ def test_prompts_alone_and_mixed(model: str, mode: str, kernel_impl: KernelImpl)
 
     alone = [run([PromptRun(golden.prompt)])[0] for golden in files]
     mixed = run([PromptRun(golden.prompt, CHUNKS if i % 2 else None) for i, golden in enumerate(files)])
-    row_by_row = run([PromptRun(golden.prompt, (1,)) for golden in files])
-    for golden, *runs in zip(files, alone, mixed, row_by_row, strict=True):
-        assert all(torch.equal(other.rows("logits"), runs[0].rows("logits")) for other in runs), golden.name
+    short = [golden for golden in files if len(golden.prompt) <= 40]
+    row_by_row = run([PromptRun(golden.prompt, (1,)) for golden in short])
+    for golden, one_shot, *others in zip_longest(files, alone, mixed, row_by_row):
+        for other in filter(None, others):
+            assert torch.equal(other.rows("logits"), one_shot.rows("logits")), golden.name
         if mode == "noquant":
-            check_close(runs[0], golden, model, mode)
+            check_close(one_shot, golden, model, mode)
 
 
 @pytest.mark.parametrize("kernel_impl", ["torch", "triton"])
 @pytest.mark.parametrize(("model", "mode"), QUANTISED_PAIRS)
 def test_each_row_after_the_references_cache(model: str, mode: str, kernel_impl: KernelImpl) -> None:
     """Nine rows of ten meet the files; one beside a rounding step does when its sums are moved by a last bit."""
-    files = goldens(model, mode)
+    files = [golden for golden in goldens(model, mode) if len(golden.prompt) <= 100]
 
-    def far_rows(loaded: LoadedModel, index: int) -> torch.Tensor:
-        reference = loaded_model(model, mode)
-        run = run_after_reference(reference, loaded, files[index].prompt, is_quantised=True)
-        return logit_errors(run, files[index]) >= TOLERANCE
+    def near_rows(golden: Golden, num_rows: int, seed: int | None) -> set[int]:
+        loaded = loaded_model(model, mode, seed, "cuda", kernel_impl)
+        prompt = golden.prompt[:num_rows]
+        run = run_after_reference(loaded_model(model, mode), loaded, prompt, is_quantised=True)
+        is_wanted = golden.logit_rows < num_rows
+        errors = (
+            run.rows("logits")[golden.logit_rows[is_wanted]] - golden.tensors["logits"][is_wanted]
+        ).abs()
+        return set(golden.logit_rows[is_wanted][errors.amax(-1) < TOLERANCE].tolist())
 
-    loaded = loaded_model(model, mode, None, "cuda", kernel_impl)
-    far = [far_rows(loaded, index) for index in range(len(files))]
-    assert torch.cat(far).float().mean() <= 0.1, [rows.nonzero().flatten().tolist() for rows in far]
-    for index, golden in enumerate(files):
+    wanted = {golden.name: set(golden.logit_rows.tolist()) for golden in files}
+    far = {golden.name: wanted[golden.name] - near_rows(golden, len(golden.prompt), None) for golden in files}
+    print(f"rows beside a rounding step: {far}")
+    assert sum(map(len, far.values())) <= 0.1 * sum(map(len, wanted.values()))
+    for golden in files:
         for seed in NOISE_SEEDS:
-            if far[index].any():
-                far[index] &= far_rows(loaded_model(model, mode, seed, "cuda", kernel_impl), index)
-        assert not far[index].any(), (golden.name, far[index].nonzero().flatten().tolist())
+            if far[golden.name]:
+                far[golden.name] -= near_rows(golden, max(far[golden.name]) + 1, seed)
+    assert not any(far.values()), far
