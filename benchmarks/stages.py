@@ -26,7 +26,7 @@ from engine.layers.attention import Attention
 from engine.layers.engram import Engram
 from engine.layers.moe import MoE
 from engine.layers.ops import Ops
-from engine.parallel import ExpertGroup
+from engine.parallel import ExpertExchange, ExpertGroup
 
 STAGES = (
     "indexer scoring",
@@ -46,6 +46,8 @@ _SCOPES = (
     (MoE, "__call__", "MoE"),
     (Engram, "__call__", "engram"),
     (ExpertGroup, "swap", "traffic between ranks"),
+    (ExpertExchange, "dispatch", "traffic between ranks"),
+    (ExpertExchange, "combine", "traffic between ranks"),
 )
 _OPS = {
     "select_entries": "selection",
@@ -58,7 +60,8 @@ _OPS = {
 }
 _KERNELS = (
     (re.compile(r"^(score_|unpack_queries|relay_keys)"), "indexer scoring"),
-    (re.compile(r"^ncclDevKernel"), "traffic between ranks"),
+    # A rank that waits for another does so in the barrier's kernel.
+    (re.compile(r"^(ncclDevKernel|send_rows_|return_slots_)|\bbarrier_kernel\b"), "traffic between ranks"),
 )
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
@@ -151,7 +154,7 @@ def _is_host(event: dict[str, Any]) -> bool:
 
 
 def _stage_by_name(kernel: str) -> str | None:
-    return next((stage for pattern, stage in _KERNELS if pattern.match(kernel)), None)
+    return next((stage for pattern, stage in _KERNELS if pattern.search(kernel)), None)
 
 
 def _timeline(marks: list[dict[str, Any]]) -> tuple[list[float], list[str | None]]:

@@ -120,7 +120,7 @@ def measure(
 ) -> tuple[SimulatedRank, dict[str, Any]]:
     """Build the rank, hash a step, time steps, profile others. Returns the figures and hashes."""
     started = time.perf_counter()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
     marks = StageMarks()
     rank = SimulatedRank(workload, device, marks.mark_ops, place)
     synchronize()
@@ -159,6 +159,8 @@ def measure_rank(
     """``measure`` in this process, on the device of its rank."""
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
+    elif place is not None:
+        torch.cuda.set_device(place.rank)  # all are visible to all: they write to each other
     return measure(workload, num_steps, num_warm_up, place)
 
 
@@ -197,9 +199,6 @@ def measure_group(
 
 def measure_beside(workload: Workload, num_steps: int, num_warm_up: int, place: ReplicaPlace) -> None:
     """Another rank, on a device of its own; what it measures is its own business."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else list(map(str, range(place.num_ranks)))
-    os.environ["CUDA_VISIBLE_DEVICES"] = devices[place.rank]  # before anything looks for a device
     measure_rank(workload, num_steps, num_warm_up, place)
 
 

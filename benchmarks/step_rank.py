@@ -20,7 +20,7 @@ from benchmarks.digests import digest
 from benchmarks.model_dims import DIMS, num_buckets, rank_config
 from benchmarks.random_weights import RandomWeights
 from engine.api import Request
-from engine.batch import BatchInputs
+from engine.batch import ROW_PADDING, BatchInputs
 from engine.config import KV_BLOCK_SIZE, ReplicaPlace
 from engine.engram_tables import EngramTables
 from engine.kv_cache import CacheLayout, KVCache
@@ -31,6 +31,7 @@ from engine.layers.ops import Ops, build_ops
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from engine.parallel import ExpertGroup
+from engine.peer_memory import ExchangeSize
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from engine.sequence import Sequence
 from kernels.moe import Routes
@@ -106,7 +107,14 @@ class SimulatedRank:
             group=self._group,
         )
         if self._group is not None:
-            self._group.connect(device, repr(workload))
+            size = ExchangeSize(
+                num_rows=-(-dims.num_new // ROW_PADDING) * ROW_PADDING,
+                hidden=self.config.hidden_size,
+                top_k=self.config.num_experts_per_tok,
+                dtype=dtype,
+                mode=workload.activations,
+            )
+            self._group.connect(device, repr(workload), size if workload.kernel_impl == "triton" else None)
         num_blocks = self.context // KV_BLOCK_SIZE
         self.cache = KVCache(
             CacheLayout(self.config, True, dtype),

@@ -14,6 +14,9 @@ from engine.errors import ConfigError
 TablePlace = Literal["gpu", "host", "mmap"]
 """Where n-gram tables lie: on the rank's device, in host memory (once a node), or in their files."""
 
+ExchangePath = Literal["none", "all_to_all", "peer_memory"]
+"""How rows travel between ranks that share the experts; "none": this rank has them all."""
+
 KV_BLOCK_SIZE = 64
 """Tokens in one KV block: 32 compressed entries at ratio 2, 64 at ratio 1."""
 
@@ -109,6 +112,7 @@ class ResolvedConfig:
     kernel_impl: Literal["triton", "torch"]
     activation_quantisation: Literal["release", "row", "none"]
     cache_quantisation: Literal["release", "none"]
+    exchange: ExchangePath = "none"
     engram: TablePlace = "gpu"
     max_model_len: int
     max_num_seqs: int

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.batch import BatchInputs
+from engine.batch import ROW_PADDING, BatchInputs
 from engine.config import (
     EngineConfig,
     MemoryFacts,
@@ -38,6 +38,7 @@ from engine.models.deepseek_v41 import DeepseekV41Model, Trace
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from engine.node_memory import available_bytes
 from engine.parallel import ExpertGroup
+from engine.peer_memory import ExchangeSize
 from engine.scheduler import ScheduledBatch
 from kernels.number_formats import ActivationMode
 
@@ -58,7 +59,8 @@ class ModelRunner:
         place: ReplicaPlace | None = None,
     ) -> None:
         device = _resolve_device(config)
-        self.device = torch.device(device)
+        # By its number: a thread that did not choose a device means another one by "cuda".
+        self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
         if device == "cpu":
             # One thread: a second one changes the order in which a product is summed.
             torch.set_num_threads(1)
@@ -89,7 +91,14 @@ class ModelRunner:
         if self.group is not None:
             settings: list[object] = [model_config, dtype, device_name, kernel_impl, activations]
             settings += [config.cache_quantisation, config.max_num_batched_tokens]
-            self.group.connect(self.device, repr(settings))
+            size = ExchangeSize(
+                num_rows=-(-config.max_num_batched_tokens // ROW_PADDING) * ROW_PADDING,
+                hidden=model_config.hidden_size,
+                top_k=model_config.num_experts_per_tok,
+                dtype=getattr(torch, dtype),
+                mode=activations,
+            )
+            self.group.connect(self.device, repr(settings), size if kernel_impl == "triton" else None)
         layout = CacheLayout(model_config, config.cache_quantisation == "release", getattr(torch, dtype))
         facts = MemoryFacts(
             num_bytes_per_block=layout.num_bytes_per_block,
@@ -108,6 +117,7 @@ class ModelRunner:
             kernel_impl=kernel_impl,
             activation_quantisation=activations,
             cache_quantisation=config.cache_quantisation,
+            exchange="none" if self.group is None else self.group.path,
             engram=self._plan.engram,
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -213,6 +223,8 @@ class ModelRunner:
         scratch = self._plan.num_scratch_bytes
         if self._plan.engram == "host":
             scratch += self._plan.num_staging_bytes  # rows from files have their place already
+        if self.group is not None and self.group.peers is not None:
+            scratch -= self.group.peers.num_bytes  # taken when the ranks met
         rings = config.max_num_seqs * layout.num_bytes_per_state
         return _allowed_bytes(self.device, config) - scratch - rings
 

@@ -3,14 +3,17 @@
 Owns the rendezvous, what ranks agree on before each step, and the exchange of a layer's rows. It knows
 neither layers nor sequences, nor who starts ranks and ends them.
 
-All traffic is one primitive, an all-to-all of equal blocks whose sizes the host knows: nothing waits for the
-device, and every rank sees at once that another one has died.
+What ranks agree on, and rows where they have no memory in common, travel by one primitive, an all-to-all of
+equal blocks whose sizes the host knows: nothing waits for the device, and over gloo every rank sees at once
+that another one has died. GPUs of one node write rows into each other's memory instead (``peer_memory``).
+Which of the two it is, the ranks agree on once, when they meet.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,10 +23,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from engine.config import ReplicaPlace
+from engine.config import ExchangePath, ReplicaPlace
 from engine.errors import ConfigError, PeerLost
+from engine.peer_memory import (
+    KEY_BYTES,
+    NO_KEY,
+    ExchangeSize,
+    PeerMemory,
+    can_reach,
+    device_key,
+    open_peer_memory,
+)
 from kernels.moe import Routes
 from kernels.number_formats import QuantisedRows
+
+logger = logging.getLogger(__name__)
 
 
 def host_rendezvous(host: str) -> TCPStore:
@@ -44,16 +58,23 @@ class ExpertGroup:
         self.size = place.num_ranks
         self.num_own = num_experts // place.num_ranks
         self.own_experts = range(place.rank * self.num_own, (place.rank + 1) * self.num_own)
+        self.peers: PeerMemory | None = None
         self.wants_stop = False
         self.is_over = False
         self.is_busy = False
         self._num_steps = 0
         self._most_rows = (0,) * num_layers
 
-    def connect(self, device: torch.device, settings: str) -> None:
-        """Wait for all ranks and meet them.
+    @property
+    def path(self) -> ExchangePath:
+        """How rows travel, once the ranks have met."""
+        return "all_to_all" if self.peers is None else "peer_memory"
 
-        Raises ``PeerLost`` if one does not come, ``ConfigError`` if ``settings`` differ.
+    def connect(self, device: torch.device, settings: str, size: ExchangeSize | None = None) -> None:
+        """Wait for all ranks and meet them: in each other's memory where they have kernels and can reach it.
+
+        ``size`` is what to prepare for; None where no kernel writes to a peer. Raises ``PeerLost`` if a rank
+        does not come, ``ConfigError`` if ``settings`` differ.
         """
         place = self.place
         try:
@@ -69,14 +90,47 @@ class ExpertGroup:
                 world_size=self.size,
                 timeout=timedelta(seconds=place.timeout_s),
             )
-            digest = hashlib.blake2b(settings.encode(), digest_size=32).digest()
-            found = self.swap(torch.frombuffer(bytearray(digest), dtype=torch.uint8).repeat(self.size, 1))
-            # NCCL takes its memory at the first exchange: before what is left is counted.
-            self.swap(torch.zeros(self.size, 1, dtype=torch.uint8, device=device))
+            digest = hashlib.blake2b(settings.encode(), digest_size=KEY_BYTES).digest()
+            if any(other != digest for other in self._tell_all(digest)):
+                raise ConfigError("the ranks of a replica must have the same model and engine settings")
+            self.peers = self._meet_in_memory(device, size)
+            if self.peers is None:
+                # NCCL takes its memory at the first exchange: before what is left is counted.
+                self.swap(torch.zeros(self.size, 1, dtype=torch.uint8, device=device))
         except RuntimeError as error:
             raise PeerLost(f"the ranks of the replica did not find each other: {error}") from error
-        if any(bytes(other.tolist()) != digest for other in found):
-            raise ConfigError("the ranks of a replica must have the same model and engine settings")
+
+    def _meet_in_memory(self, device: torch.device, size: ExchangeSize | None) -> PeerMemory | None:
+        """The one choice between the ways that rows can take: None unless all ranks can do without NCCL."""
+        is_able = device.type == "cuda" and size is not None
+        keys = self._tell_all(device_key(device.index) if is_able else NO_KEY)
+        others = [key for rank, key in enumerate(keys) if rank != self.place.rank]
+        found: PeerMemory | None = None
+        if self._do_all(is_able and can_reach(device, others)):
+            assert size is not None
+            try:
+                found = open_peer_memory(
+                    device,
+                    rank=self.place.rank,
+                    num_ranks=self.size,
+                    num_own=self.num_own,
+                    size=size,
+                    timeout_s=self.place.timeout_s,
+                )
+            except RuntimeError as error:
+                logger.warning("no memory in common with the other ranks, rows go over NCCL: %s", error)
+            if not self._do_all(found is not None):
+                found = None
+        return found
+
+    def _tell_all(self, told: bytes) -> list[bytes]:
+        """What each rank tells; all tell as many bytes."""
+        mine = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        return [bytes(other.tolist()) for other in self.swap(mine.repeat(self.size, 1))]
+
+    def _do_all(self, does_own: bool) -> bool:
+        """Whether every rank says yes."""
+        return all(answer == b"\x01" for answer in self._tell_all(bytes([does_own])))
 
     def disconnect(self) -> None:
         """Leave; other ranks that still step will fail."""
@@ -127,6 +181,7 @@ class ExpertExchange:
     A buffer has a place for each row and slot of the fullest rank. Every rank is sent all rows, because with
     a handful of slots a row has an expert on most ranks anyway; every slot's output comes back to the place
     of its (row, slot), from the one rank that has the expert. What other ranks send for it is never read.
+    Between ranks that write into each other's memory only what is read travels.
     """
 
     def __init__(self, group: ExpertGroup, layer: int) -> None:
@@ -140,6 +195,8 @@ class ExpertExchange:
 
     def dispatch(self, rows: QuantisedRows | Tensor, routes: Routes) -> tuple[QuantisedRows | Tensor, Routes]:
         """All ranks' rows, rank by rank, with this rank's experts numbered from 0 and all others -1."""
+        if self._group.peers is not None:
+            return self._group.peers.dispatch(rows, routes, self._group.most_rows(self._layer))
         is_quantised = isinstance(rows, QuantisedRows)
         values, scales = rows if isinstance(rows, QuantisedRows) else (rows, None)
         # The widest items first, so that each part's bytes lie on a boundary of its own.
@@ -160,13 +217,16 @@ class ExpertExchange:
         here = Routes(torch.where(is_own, found[1] - own.start, -1), found[2])
         return (QuantisedRows(found[0], found[3]) if is_quantised else found[0]), here
 
-    def combine(self, slots: Tensor, routes: Routes) -> Tensor:
+    def combine(self, slots: Tensor, here: Routes, routes: Routes) -> Tensor:
         """Own experts' outputs for all rows to all experts' for own rows: [num_rows, top_k, hidden].
 
-        ``slots`` are [size * most, top_k, hidden]; ``routes`` the own rows', as before ``dispatch``.
+        ``slots`` are [size * most, top_k, hidden], ``here`` their routes from ``dispatch``, ``routes`` the
+        own rows' as before it.
         """
         group = self._group
         num_rows, top_k = routes.expert_ids.shape
+        if group.peers is not None:
+            return group.peers.combine(slots, here, num_rows)
         blocks = slots.view(torch.uint8).view(group.size, -1)
         found = group.swap(blocks).view(slots.dtype).view(group.size, -1, top_k, slots.shape[-1])
         row = torch.arange(num_rows, device=slots.device)[:, None]

@@ -26,6 +26,7 @@ SPEED_ONLY = frozenset(
         "model",
         "device",
         "device_name",
+        "exchange",
         "engram",
         "max_num_seqs",
         "max_num_batched_tokens",

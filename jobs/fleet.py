@@ -48,10 +48,16 @@ class RayFleet:
         self._bundle = {"CPU": 1.0, **({"GPU": 1.0} if has_gpus else {})}
         # Liveness is the driver's business: an actor is never restarted behind its back.
         options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(has_gpus), "max_restarts": 0}
+        variables: dict[str, str] = {}
         if not _is_importable_elsewhere():
             root = str(Path(__file__).resolve().parent.parent)
             paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-            options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
+            variables["PYTHONPATH"] = os.pathsep.join(paths)
+        if has_gpus and cluster.ranks_per_replica > 1:
+            # A rank that shall write into the others' GPUs has to see them; it chooses its own.
+            variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        if variables:
+            options["runtime_env"] = {"env_vars": variables}
         self._actor_class = ray.remote(RankActor)
         self._options = options
         self._groups: dict[int, Any] = {}  # by replica

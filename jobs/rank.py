@@ -82,6 +82,16 @@ def host_meeting(host: str) -> tuple[Any, Meeting]:
     return rendezvous, (host, rendezvous.port)
 
 
+def choose_own_device() -> None:
+    """Have this thread compute on the GPU that Ray gave to this actor, which sees other ranks' GPUs too."""
+    import ray
+
+    from engine.device import choose_device
+
+    (name,) = ray.get_gpu_ids()
+    choose_device(str(name))
+
+
 def find_device() -> str:
     """What tells this process's GPU apart from every other."""
     from engine.device import device_uuid
@@ -128,6 +138,8 @@ class RankActor:
         threading.Thread(target=self._worker.run, name="step-loop", daemon=True).start()
 
     def _build(self, spec: RankSpec) -> Serving:
+        if spec.has_gpu and spec.job.cluster.ranks_per_replica > 1:
+            choose_own_device()
         # Known before the model is read, so that two ranks on one GPU are refused and do not fill it.
         self._device = find_device() if spec.has_gpu else ""
         return build_serving(spec, self._place(spec))

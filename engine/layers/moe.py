@@ -87,7 +87,7 @@ class MoE:
     ) -> Tensor:
         """Outputs of every slot of own rows, each from the rank that has its expert."""
         all_rows, here = exchange.dispatch(rows, routes)
-        return exchange.combine(self._slots(all_rows, here), routes)
+        return exchange.combine(self._slots(all_rows, here), here, routes)
 
     def _slots(self, rows: QuantisedRows | Tensor, routes: Routes) -> Tensor:
         """Outputs of every slot whose expert is held here."""

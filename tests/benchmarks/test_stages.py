@@ -39,6 +39,9 @@ def test_a_kernel_belongs_to_the_innermost_mark_at_its_launch() -> None:
         *kernel("score_tiles_kernel", 4, 22, 8.0),
         *kernel("rotate", 5, 35, 16.0),
         *kernel("experts", 6, 60, 32.0),
+        *kernel("ncclDevKernel_SendRecv", 9, 61, 512.0),
+        *kernel("send_rows_kernel", 10, 62, 1024.0),
+        *kernel("c10d::symmetric_memory::barrier_kernel(unsigned int**, int)", 11, 63, 2048.0),
         *kernel("head", 7, 90, 64.0),
         *kernel("a neighbour's", 8, 300, 128.0),
         {"ph": "X", "cat": "kernel", "name": "no launch", "ts": 0, "dur": 256, "args": {"correlation": 99}},
@@ -51,6 +54,7 @@ def test_a_kernel_belongs_to_the_innermost_mark_at_its_launch() -> None:
         "selection": 4.0,
         "indexer scoring": 8.0,
         "MoE": 32.0,
+        "traffic between ranks": 512.0 + 1024.0 + 2048.0,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from engine.llm_engine import LLMEngine
 from engine.loader import WeightReader
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.models.deepseek_v41_config import load_model_config
+from engine.peer_memory import ExchangeSize
 from tests.conftest import ROOT
 
 FOLDERS = [ROOT / "tests" / "data" / "tiny", ROOT / "tests" / "data" / "tiny-quant"]
@@ -116,6 +118,26 @@ def test_weights_as_kernels_read_them_and_as_ranks_share_them(small: Path, impl:
     )
     weights = sum(t.untyped_storage().nbytes() for t in tensors_of(model, set()))
     assert found.num_weight_bytes + found.num_table_bytes == pytest.approx(weights, rel=0.03)
+
+
+@pytest.mark.parametrize("mode", ["none", "row", "release"])
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_the_exchange_of_ranks_fits_what_is_planned_for_it(
+    small: Path, num_ranks: int, mode: Literal["none", "row", "release"]
+) -> None:
+    config = EngineConfig(model=str(small), kernel_impl="triton", dtype="bfloat16")
+    model = load_model_config(small)
+    size = ExchangeSize(
+        num_rows=config.max_num_batched_tokens,
+        hidden=model.hidden_size,
+        top_k=model.num_experts_per_tok,
+        dtype=torch.bfloat16,
+        mode=mode,
+    )
+    alone, shared = (estimate_memory(config, num_expert_ranks=n).num_scratch_bytes for n in (1, num_ranks))
+    slots = config.max_num_batched_tokens * model.num_experts_per_tok * model.hidden_size * 2
+    # Beside what is made once: all ranks' rows sorted, and outputs for all of them.
+    assert size.num_bytes(num_ranks) + 2 * num_ranks * slots <= shared - alone
 
 
 def test_tables_go_where_there_is_room(small: Path) -> None:

@@ -1,6 +1,6 @@
 """Ranks that share the experts, each a process of its own: one rank's bits, uneven work, and a death in mid-step.
 
-Gloo on this machine's loopback; the last test asks for two GPUs and NCCL.
+Gloo on this machine's loopback; the last tests ask for two GPUs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.api import Request, SamplingParams
 from engine.config import EngineConfig, ReplicaPlace
@@ -67,9 +68,11 @@ def serve(
     """A rank: run ``requests`` beside the others; or die in the middle of step ``dies_in``."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if settings["device"] == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(place.rank)
+        torch.cuda.set_device(place.rank)
     try:
         engine = LLMEngine.build(EngineConfig(**settings), place)
+        if settings["device"] == "cuda":
+            told.put((f"path of {place.rank}", engine.resolved.exchange))
         for request in requests:
             engine.add_request(request)
         engine.close()
@@ -125,8 +128,8 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def answers(self, count: int) -> dict[int, Any]:
-        """What so many ranks tell, each once."""
+    def answers(self, count: int) -> dict[Any, Any]:
+        """What so many ranks tell, each once; on a GPU each tells two things."""
         return dict(self._told.get(timeout=WAIT_S) for _ in range(count))
 
     def end(self) -> None:
@@ -211,18 +214,27 @@ def test_a_rank_that_nobody_joins_is_dead_and_experts_are_split_evenly() -> None
 
 @pytest.mark.multi_gpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", ["release", "row", "none"])
-def test_two_gpus_give_the_bits_of_one(started: list[Ranks], mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "impl", "path"),
+    [
+        ("release", "triton", "peer_memory"),
+        ("row", "triton", "peer_memory"),
+        ("none", "triton", "peer_memory"),
+        ("row", "torch", "all_to_all"),
+    ],
+)
+def test_two_gpus_give_the_bits_of_one(started: list[Ranks], mode: str, impl: str, path: str) -> None:
     settings = settings_of(
         MODELS["tiny-quant"],
         device="cuda",
         dtype="bfloat16",
-        kernel_impl="triton",
+        kernel_impl=impl,
         activation_quantisation=mode,
     )
     requests = [build_requests(seed, count) for seed, count in enumerate((6, 1))]
     started.append(Ranks(settings, requests))
     wanted = alone(settings, [request for own in requests for request in own])
-    answers = started[0].answers(2)
+    answers = started[0].answers(4)
+    assert [answers[f"path of {rank}"] for rank in range(2)] == [path, path]
     for rank, own in enumerate(requests):
         assert answers[rank] == {request.request_id: wanted[request.request_id] for request in own}

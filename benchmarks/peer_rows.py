@@ -1,0 +1,134 @@
+"""One layer's rows to the ranks of their experts and back, without a model: what the links are used for.
+
+Ranks are processes on a GPU each. Bits are checked before anything is timed. ``--path all_to_all`` takes NCCL
+instead of the ranks' own memory, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.environment import describe, device_name
+from benchmarks.model_dims import DIMS
+from engine.config import ReplicaPlace
+from engine.parallel import ExpertExchange, ExpertGroup, host_rendezvous
+from engine.peer_memory import ExchangeSize
+from kernels.moe import Routes
+from kernels.number_formats import QuantisedRows, quantise_activations
+
+WAIT_S = 120.0
+
+
+def outputs(rows: QuantisedRows, routes: Routes, first_expert: int) -> Tensor:
+    """Something that depends on all of a row that travels, and on the expert."""
+    factors = routes.weights + (routes.expert_ids + first_expert) + rows.scales[:, :1]
+    return rows.values.to(torch.bfloat16)[:, None] * factors.to(torch.bfloat16)[:, :, None]
+
+
+def mean_ms(call: Callable[[], object], num_calls: int) -> float:
+    """Milliseconds of a call on the device, launches included where they are slower."""
+    for _ in range(3):
+        call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(num_calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / num_calls
+
+
+def measure(args: argparse.Namespace, place: ReplicaPlace) -> dict[str, float]:
+    """One rank's figures, all ranks at once."""
+    torch.cuda.set_device(place.rank)
+    device = torch.device(f"cuda:{place.rank}")
+    text = DIMS["flash"].text
+    hidden, top_k, num_experts = (
+        text[name] for name in ("hidden_size", "num_experts_per_tok", "n_routed_experts")
+    )
+    group = ExpertGroup(place, num_experts=num_experts, num_layers=1)
+    size = ExchangeSize(num_rows=args.rows, hidden=hidden, top_k=top_k, dtype=torch.bfloat16, mode="row")
+    group.connect(device, "", size if args.path == "peer_memory" else None)
+    if group.path != args.path:
+        raise SystemExit("these ranks cannot reach each other's memory")
+    g = torch.Generator(device).manual_seed(place.rank)
+    rows = quantise_activations(
+        torch.randn(args.rows, hidden, generator=g, device=device).to(torch.bfloat16), mode="row"
+    )
+    ids = torch.rand(args.rows, num_experts, generator=g, device=device).topk(top_k).indices
+    routes = Routes(ids, torch.rand(args.rows, top_k, generator=g, device=device))
+    group.agree([args.rows], has_work=True)
+    exchange = ExpertExchange(group, 0)
+
+    arrived, here = exchange.dispatch(rows, routes)
+    assert isinstance(arrived, QuantisedRows)
+    slots = outputs(arrived, here, group.own_experts.start)
+    found = exchange.combine(slots, here, routes)
+    if not torch.equal(found, outputs(rows, routes, 0)):
+        raise SystemExit("what came back is not what was sent out")
+    figures = {
+        "dispatch_ms": mean_ms(lambda: exchange.dispatch(rows, routes), args.repeats),
+        "combine_ms": mean_ms(lambda: exchange.combine(slots, here, routes), args.repeats),
+    }
+    homes = torch.arange(group.size * args.rows, device=device) // args.rows
+    is_away = homes != place.rank
+    num_slots = int((here.expert_ids[is_away] >= 0).sum())
+    num_rows = sum(
+        int((ids // group.num_own == other).any(1).sum())
+        for other in range(group.size)
+        if other != place.rank
+    )
+    figures["dispatch_mb"] = num_rows * (hidden + 12 * top_k + 1) / 1e6
+    figures["combine_mb"] = num_slots * hidden * 2 / 1e6
+    for name in ("dispatch", "combine"):
+        figures[f"{name}_gb_per_s"] = figures[f"{name}_mb"] / figures[f"{name}_ms"]
+    torch.cuda.synchronize()
+    group.agree([0], has_work=False)  # nobody leaves while another one still writes
+    group.disconnect()
+    return figures
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peer_rows", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=4096, help="of each rank (4096)")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--path", choices=["peer_memory", "all_to_all"], default="peer_memory")
+    args = parser.parse_args(arguments)
+    print(describe(), flush=True)
+    os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+    rendezvous = host_rendezvous("127.0.0.1")
+    places = [
+        ReplicaPlace(
+            rank=rank, num_ranks=args.ranks, host="127.0.0.1", port=rendezvous.port, timeout_s=WAIT_S
+        )
+        for rank in range(args.ranks)
+    ]
+    spawn = multiprocessing.get_context("spawn")
+    others = [spawn.Process(target=measure, args=(args, place), daemon=True) for place in places[1:]]
+    try:
+        for process in others:
+            process.start()
+        figures = measure(args, places[0])
+    finally:
+        for process in others:
+            process.join(5)
+            process.kill()
+    for name, value in figures.items():
+        print(f"{name:22} {value:10.3f}")
+    print(
+        json.dumps(
+            {"suite": "peer_rows", "device": device_name(), "workload": vars(args), "figures": figures}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
