@@ -25,6 +25,7 @@ import torch
 from benchmarks.digests import digest
 from benchmarks.environment import describe, device_name
 from benchmarks.floors import FORMULAS, stage_floors_ms
+from benchmarks.kernels.timing import event_times
 from benchmarks.model_dims import DIMS, num_buckets
 from benchmarks.stages import STAGES, StageMarks, Times, by_stage, measure_stages
 from benchmarks.step_rank import SimulatedRank, Workload
@@ -92,8 +93,14 @@ def workload_of(args: argparse.Namespace) -> Workload:
     )
 
 
-def timed(call: Callable[[], object], num_calls: int) -> list[float]:
-    """Milliseconds of each call, the device drained after it, as sampling does in a job."""
+def timed(call: Callable[[], object], num_calls: int, *, is_awaited: bool) -> list[float]:
+    """Milliseconds of each call.
+
+    An awaited one ends when the host has seen the device end it, as in a job whoever samples needs the tokens.
+    Others are asked for one behind the other, as a job asks for chunks in mid-prompt.
+    """
+    if not is_awaited and torch.cuda.is_available():
+        return event_times(call, num_calls)
     times = []
     for _ in range(num_calls):
         started = time.perf_counter()
@@ -131,10 +138,11 @@ def measure(
     synchronize()
     first = time.perf_counter()
     hashes |= rank.output_hashes()
-    timed(rank.step, num_warm_up)
+    is_awaited = workload.decoder == "full"
+    timed(rank.step, num_warm_up, is_awaited=is_awaited)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    times = timed(rank.step, num_steps)
+    times = timed(rank.step, num_steps, is_awaited=is_awaited)
     figures: dict[str, float] = {
         "tokens_per_s": 1e3 * rank.num_new / statistics.mean(times),
         "mean_step_ms": statistics.mean(times),

@@ -14,13 +14,14 @@ def sustained_ms(launch: Callable[[], object], seconds: float = 1.0) -> float:
     for _ in range(3):
         launch()
     torch.cuda.synchronize()
-    guess = _event_times(launch, 5)
+    guess = event_times(launch, 5)
     count = max(12, int(seconds * 1e3 / statistics.median(guess)))
-    times = _event_times(launch, count)
+    times = event_times(launch, count)
     return statistics.median(times[count // 3 :])
 
 
-def _event_times(launch: Callable[[], object], count: int) -> list[float]:
+def event_times(launch: Callable[[], object], count: int) -> list[float]:
+    """Milliseconds of each of so many calls, one behind the other, by the device's clock."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
     for event in events[1:]:
