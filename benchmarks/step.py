@@ -96,7 +96,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
 def timed(call: Callable[[], object], num_calls: int, *, is_awaited: bool) -> list[float]:
     """Milliseconds of each call.
 
-    An awaited one ends when the host has seen the device end it, as in a job whoever samples needs the tokens.
+    An awaited one ends when the host has seen the device end it, as whoever samples has to.
     Others are asked for one behind the other, as a job asks for chunks in mid-prompt.
     """
     if not is_awaited and torch.cuda.is_available():
