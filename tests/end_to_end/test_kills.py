@@ -91,6 +91,7 @@ def test_c02_a_killed_driver_and_a_killed_actor_double_and_lose_nothing(make_job
 
     driver = job.start()
     job.wait_until(lambda status: status.num_ok > 60)
+    check_environments(driver.pid)
     os.kill(job.processes(b"RankActor")[0], signal.SIGKILL)
     job.wait_until(lambda status: status.num_rank_deaths == 1 and status.num_shards_committed >= 1)
     driver.kill()
@@ -113,40 +114,37 @@ def test_c02_a_killed_driver_and_a_killed_actor_double_and_lose_nothing(make_job
     assert not list((job.output / "_overnight" / "journals").iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stopped_job_says_75_and_goes_on_when_run_again(
-    make_job: Callable[..., Job], number: signal.Signals
-) -> None:
+def test_a_stopped_job_says_75_and_goes_on_when_run_again(make_job: Callable[..., Job]) -> None:
     job = make_job()
-    prompts = random_prompts(random.Random(8), 300)
+    prompts = random_prompts(random.Random(8), 600)
     write_prompts(job.input / "in.parquet", prompts)
-    driver = job.start()
-    job.wait_until(lambda status: status.num_ok > 40)
-    driver.send_signal(number)
-    assert driver.wait(20) == 75
-    assert job.is_gone()
-    stopped = read_status(job.output)
-    assert 40 < stopped.num_ok < 300
+    num_ok = 0
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        driver = job.start()
+        job.wait_until(lambda status, before=num_ok: status.is_running and status.num_ok > before + 40)
+        driver.send_signal(number)
+        assert driver.wait(20) == 75
+        assert job.is_gone()
+        stopped = read_status(job.output)
+        assert num_ok + 40 < stopped.num_ok < 600
+        assert stopped.num_reused == num_ok
+        num_ok = stopped.num_ok
     assert job.run() == 0
     check_answers(read_output(job.output), prompts)
-    assert read_status(job.output).num_reused == stopped.num_ok
+    assert read_status(job.output).num_reused == num_ok
 
 
-def test_no_process_of_a_jobs_ray_hides_what_it_was_started_with(make_job: Callable[..., Job]) -> None:
-    """The watchdog knows them by it, and Ray's agents write their titles over it unless they are told not to."""
-    job = make_job()
-    write_prompts(job.input / "in.parquet", random_prompts(random.Random(8), 300))
-    driver = job.start()
-    job.wait_until(lambda status: status.num_ok > 0)
-    started = descendants(driver.pid)
+def check_environments(pid: int) -> None:
+    """No process of a job's Ray hides what it was started with.
+
+    The watchdog knows them by it, and Ray's agents write their titles over it unless they are told not to.
+    """
+    started = descendants(pid)
     assert len(started) > 5
     inherited = {name.encode() for name in os.environ} - {b"RAY_ADDRESS"}
     for pid in started:
         found = {item.partition(b"=")[0] for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
         assert inherited <= found, Path(f"/proc/{pid}/cmdline").read_bytes()
-    driver.kill()
-    driver.wait()
-    assert job.is_gone()
 
 
 def descendants(pid: int) -> list[int]:
@@ -191,11 +189,11 @@ def test_a_job_with_a_time_limit_stops_before_it_and_goes_on_when_run_again(
     job = make_job()
     prompts = random_prompts(random.Random(11), 6000)
     write_prompts(job.input / "in.parquet", prompts)
-    monkeypatch.setenv("TEST_LIMIT_S", "40")
+    monkeypatch.setenv("TEST_LIMIT_S", "30")
     started = time.monotonic()
     driver = job.start()
     assert driver.wait(120) == 75
-    assert time.monotonic() - started < 60, "with room for a busy machine"
+    assert time.monotonic() - started < 50, "with room for a busy machine"
     assert job.is_gone()
     stopped = read_status(job.output)
     assert 0 < stopped.num_ok < 6000
@@ -212,11 +210,8 @@ def test_a_job_that_is_stopped_at_any_moment_of_its_start_says_75_and_leaves_not
     numbers = itertools.cycle([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
     for title, delay_s in [
         (b"reaper.py", 0.0),
-        (b"gcs_server", 0.0),
         (b"gcs_server", 1.0),
-        (b"raylet/raylet", 0.0),
         (b"raylet/raylet", 0.5),
-        (b"raylet/raylet", 1.0),
         (b"raylet/raylet", 1.5),
     ]:
         job = make_job()
