@@ -15,6 +15,8 @@ import pytest
 # Before anything imports torch: row-invariant CPU arithmetic needs one intra-op thread.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
+# Ray's workers are nicer than all else by 15: ranks would hardly get on beside another process of the tests.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (this is how Ray spells it)
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     # Before anything imports triton: without a GPU its interpreter runs the kernels that it can.
     os.environ.setdefault("TRITON_INTERPRET", "1")

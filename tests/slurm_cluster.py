@@ -82,6 +82,7 @@ class SlurmCluster:
             "SLURM_CONF": str(state / "slurm.conf"),
             "PYTHONPATH": str(ROOT),
             "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin:{state / 'bin'}",
+            "RAY_worker_niceness": "0",  # as in conftest.py
             _MARK: self.mark,
         }
 

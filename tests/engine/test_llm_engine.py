@@ -49,8 +49,8 @@ def test_steps_of_some_requests_alone_change_no_answer(seed: int) -> None:
     requests = [
         Request(
             request_id=str(index),
-            prompt_token_ids=[draw.randrange(3, 250) for _ in range(draw.choice([1, 40, 150]))],
-            sampling=replace(GREEDY, temperature=index % 2, max_tokens=6, n=1 + index % 3 // 2),
+            prompt_token_ids=[draw.randrange(3, 250) for _ in range(draw.choice([1, 40, 100]))],
+            sampling=replace(GREEDY, temperature=index % 2, max_tokens=4, n=1 + index % 3 // 2),
         )
         for index in range(9)
     ]
