@@ -107,16 +107,23 @@ def test_a_job_whose_batch_script_is_killed_leaves_nothing_and_goes_on_when_run_
     slurm: SlurmCluster, tmp_path: Path, num_nodes: int
 ) -> None:
     job = Job(tmp_path, num_rows=40, max_tokens=16)
-    flags = [*job.flags, "--nodes", num_nodes, "--time", "10m", "--cpus-per-node", 2]
+    cpus = 2 // num_nodes  # room for one rank on each of two nodes
+    flags = [*job.flags, "--nodes", num_nodes, "--time", "10m", "--cpus-per-node", cpus]
     number = slurm.submit(*flags)
     job.wait_until(slurm, lambda status: status.num_ok > 2)
+    assert len(slurm.processes(b"raylet/raylet")) == num_nodes, "a Ray of its own across all nodes"
     (script,) = slurm.processes(b"slurm_script")
     os.kill(script, signal.SIGKILL)
     assert is_quiet(slurm), slurm.logs()
     slurm.wait_for(number, "FAILED")
     assert 2 < read_status(job.output).num_ok < 40
     assert not read_status(job.output).is_running
-    slurm.wait_for(slurm.submit(*flags), "COMPLETED")
+    number = slurm.submit(*flags)
+    deadline = time.monotonic() + 240
+    while len(slurm.processes(b"RankActor")) < num_nodes:
+        assert time.monotonic() < deadline, slurm.logs()
+        time.sleep(0.2)
+    slurm.wait_for(number, "COMPLETED")
     job.check()
     assert read_status(job.output).num_reused > 2
     assert is_quiet(slurm), slurm.logs()
@@ -145,19 +152,6 @@ def test_a_job_that_nobody_warned_of_the_end_of_its_time_goes_on_when_run_again(
     slurm.wait_for(slurm.submit(*job.flags, *wider, "--time", "10m", "--cpus-per-node", 2), "COMPLETED")
     job.check()
     assert read_status(job.output).num_reused == stopped.num_ok
-    assert is_quiet(slurm), slurm.logs()
-
-
-def test_a_job_on_two_nodes_has_a_ray_of_its_own(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job = Job(tmp_path, num_rows=40, max_tokens=16)
-    number = slurm.submit(*job.flags, "--nodes", 2, "--time", "10m", "--cpus-per-node", 1)
-    deadline = time.monotonic() + 240
-    while len(slurm.processes(b"RankActor")) < 2:
-        assert time.monotonic() < deadline, slurm.logs()
-        time.sleep(0.2)
-    assert len(slurm.processes(b"raylet/raylet")) == 2
-    slurm.wait_for(number, "COMPLETED")
-    job.check()
     assert is_quiet(slurm), slurm.logs()
 
 
