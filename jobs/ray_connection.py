@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ LOCAL = "local"
 
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest: no row goes through it
 _LOOK_INTERVAL_S = 0.02
+_ANSWER_S = 10.0
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="ray")
 """What starts Ray. Linux ends the processes that Ray starts with the thread that started them, so this one
@@ -87,9 +89,7 @@ def _started(signals: StopSignals, address: str, **options: Any) -> Iterator[Non
 
 def _start_ray(signals: StopSignals, address: str, **options: Any) -> None:
     """Start or join Ray, beside this thread: it takes seconds, for which a stop does not wait."""
-    start = _THREAD.submit(
-        ray.init, address=address, logging_level=logging.ERROR, log_to_driver=False, **options
-    )
+    start = _THREAD.submit(_init_ray, address, **options)
     while not start.done() and not signals.requested:
         wait([start], _LOOK_INTERVAL_S)
         signals.install()  # some versions of Ray put a handler of their own in its place
@@ -104,6 +104,14 @@ def _start_ray(signals: StopSignals, address: str, **options: Any) -> None:
         if address == LOCAL:
             raise JobFailed(f"Ray did not start: {reason}") from error
         raise ConfigError(f"cannot join the Ray cluster at {address!r}: {reason}") from error
+
+
+def _init_ray(address: str, **options: Any) -> None:
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        # Where nothing listens Ray looks for 20 s, then ends this process without a word of the address.
+        socket.create_connection((host, int(port)), _ANSWER_S).close()
+    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **options)
 
 
 def _count_places(job: JobConfig) -> Places:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -169,10 +170,20 @@ def test_a_ray_that_does_not_start_is_said_in_one_sentence(
     before = snapshot(tmp_path)
     assert run_job(make_job()) == 1
     assert caplog.messages == ["the job failed: Ray did not start: The node timed out during startup."]
-    refused(
-        tmp_path, make_job("cluster.address=10.0.0.1:6379"), "cannot join the Ray cluster at '10.0.0.1:6379'"
-    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        job = make_job(f"cluster.address={address}")
+        refused(
+            tmp_path, job, f"cannot join the Ray cluster at '{address}': The node timed out during startup."
+        )
     assert snapshot(tmp_path) == before
+
+
+def test_an_address_at_which_nothing_listens_is_refused(tmp_path: Path, make_job: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    refused(tmp_path, make_job(f"cluster.address={address}"), f"'{address}': .* Connection refused")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("is_committed", [False, True])
