@@ -25,13 +25,13 @@ FLAGS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says the exit codes in every command's help, and takes no abbreviated flags."""
+    """Says a command's exit codes in its help, and takes no abbreviated flags."""
 
-    def __init__(self, prog: str, description: str) -> None:
+    def __init__(self, prog: str, description: str, epilog: str) -> None:
         super().__init__(
             prog=prog,
             description=description,
-            epilog=EXIT_CODES,
+            epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -39,11 +39,13 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The flag set of batch-generate; a test pins it."""
-    parser = _Parser("batch-generate", "Parquet prompts in, Parquet completions out.")
+    text = "Parquet prompts in, Parquet completions out."
+    codes = f"run's {EXIT_CODES['run']}of the other commands: COMMAND --help"
+    parser = _Parser("batch-generate", text, codes)
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     text = "run a job, or go on with one that was stopped"
-    run = commands.add_parser("run", help=text, description=text)
+    run = commands.add_parser("run", help=text, description=text, epilog=EXIT_CODES["run"])
     _add_job_flags(run)
     text = (
         "where the output folder holds this job with other inputs or settings, delete its parts and journals "
@@ -57,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "only the I-th of N slices of the job, from 0; others may run beside it, with the same N"
     run.add_argument("--slice", type=_slice, metavar="I/N", help=text)
     text = "say what a job will be, and whether it can succeed, without a GPU and without running it"
-    plan = commands.add_parser("plan", help=text, description=text)
+    plan = commands.add_parser("plan", help=text, description=text, epilog=EXIT_CODES["plan"])
     _add_job_flags(plan)
     text = f"tokenize about K rows, drawn at random; 0: all, for exact counts (default {NUM_ROWS_TO_PLAN})"
     plan.add_argument("--rows", type=_count, default=NUM_ROWS_TO_PLAN, metavar="K", help=text)
@@ -67,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "memory of one rank's device, to check that the model and its cache fit"
     plan.add_argument("--device-memory-gib", type=_rate, metavar="G", help=text)
     text = "write a batch script that runs the job under Slurm until it is done, to standard output"
-    slurm = commands.add_parser("slurm", help=text, description=text)
+    slurm = commands.add_parser("slurm", help=text, description=text, epilog=EXIT_CODES["slurm"])
     _add_job_flags(slurm)
     slurm.add_argument("--nodes", type=_positive, default=1, metavar="N", help="nodes (default 1)")
     text = "GPUs of each node; 0: ranks on the CPU (default 0)"
@@ -82,12 +84,12 @@ def build_parser() -> argparse.ArgumentParser:
     slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=text)
     slurm.add_argument("--submit", action="store_true", help="hand the script to sbatch instead")
     text = "say how far the job of an output folder is"
-    status = commands.add_parser("status", help=text, description=text)
+    status = commands.add_parser("status", help=text, description=text, epilog=EXIT_CODES["status"])
     status.add_argument("output_dir", metavar="OUTPUT_DIR")
     text = "also write report.json and report.html now, as a run does when it ends"
     status.add_argument("--write-report", action="store_true", help=text)
     text = "run some committed rows again, in other ways, and compare the digests of their answers"
-    verify = commands.add_parser("verify", help=text, description=text)
+    verify = commands.add_parser("verify", help=text, description=text, epilog=EXIT_CODES["verify"])
     verify.add_argument("output_dir", metavar="OUTPUT_DIR")
     default = f"how many rows, drawn at random (default {NUM_ROWS_TO_VERIFY})"
     verify.add_argument("--rows", type=_positive, default=NUM_ROWS_TO_VERIFY, metavar="K", help=default)
