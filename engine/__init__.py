@@ -13,7 +13,7 @@ from engine.api import (
 )
 from engine.config import EngineConfig, ReplicaPlace, ResolvedConfig
 from engine.errors import ConfigError, EngineDead, PeerLost, RequestRejected
-from engine.memory import MemoryEstimate, count_experts, estimate_memory
+from engine.memory import MemoryEstimate, check_model_len, count_experts, estimate_memory
 
 __all__ = [
     "Completion",
@@ -32,6 +32,7 @@ __all__ = [
     "ResolvedConfig",
     "SamplingParams",
     "TokenLogprobs",
+    "check_model_len",
     "count_experts",
     "estimate_memory",
     "output_digest",

@@ -178,6 +178,12 @@ def staging_bytes(
     return sum(num_lookups * (tensor.num_bytes // tensor.shape[0]) for tensor in tables)
 
 
+def check_model_len(config: EngineConfig) -> None:
+    """Raises ``ConfigError`` where more than the model's own length is asked for."""
+    model = load_model_config(config.model)
+    resolve_max_model_len(config, model_max_len=model.max_position_embeddings)
+
+
 def count_experts(model_folder: str) -> int:
     """How many routed experts each layer of a model has. Raises ``ConfigError``."""
     return load_model_config(model_folder).n_routed_experts

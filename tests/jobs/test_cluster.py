@@ -22,6 +22,7 @@ from jobs.cluster import run_job
 from jobs.config import JobConfig, load_job
 from jobs.environment import SPEED_ONLY
 from jobs.job_plan import fingerprint_model, plan_job
+from jobs.plan_report import forecast_job
 from jobs.reaper import MARK, Reaper, reap
 from pipelines.driver import Outcome
 from pipelines.manifest import OutputFolder
@@ -82,6 +83,20 @@ def test_replicas_that_cannot_be_are_refused_before_anything_is_written(
     refused(tmp_path, eight, "each replica needs 4 GPUs on one node, and the cluster has room for 1 of 2")
     anywhere = make_job("cluster.ranks_per_replica=6", "engine.device=cuda")
     refused(tmp_path, anywhere, "each replica needs 6 GPUs on one node, and the cluster has room for 0 of 1")
+
+
+def test_a_length_beyond_the_models_is_refused_before_ray_is_started(
+    tmp_path: Path, make_job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(**_: object) -> None:
+        raise AssertionError("Ray is started")
+
+    monkeypatch.setattr("ray.init", start)
+    job, says = make_job("engine.max_model_len=8193"), "^engine.max_model_len 8193 exceeds the model's 8192$"
+    refused(tmp_path, job, says)
+    with pytest.raises(ConfigError, match=says):
+        forecast_job(job, max_num_rows=None, seed=0)
+    plan_job(make_job("engine.max_model_len=8192"))
 
 
 @pytest.mark.parametrize("moment", ["planning", "starting", "started"])
