@@ -130,6 +130,7 @@ def plan_job(job: JobConfig) -> Plan:
         rows_per_shard=job.input.rows_per_shard,
         settings=answer_settings(job),
         parts=_part_options(job, found),
+        places=answer_places(job),
     )
 
 
@@ -165,7 +166,10 @@ def _part_options(job: JobConfig, found: InputSet) -> PartOptions:
 
 
 def answer_settings(job: JobConfig) -> dict[str, Any]:
-    """The settings that change answers, by dotted name: equal for two runs of one job."""
+    """The settings that change answers, by dotted name: equal for two runs of one job.
+
+    The first that differs is named: those of ``sampling`` come before the engine's seed, which nobody sets.
+    """
     settings: dict[str, Any] = {"model.path": fingerprint_model(Path(job.model.path))}
     settings |= {f"chat.{name}": value for name, value in job.chat.model_dump().items()}
     if job.chat.template is not None:
@@ -180,6 +184,12 @@ def answer_settings(job: JobConfig) -> dict[str, Any]:
     for name in ("columns", "prefix", "split_reasoning", "prompt_token_ids"):
         settings[f"output.{name}"] = getattr(job.output, name)
     return settings
+
+
+def answer_places(job: JobConfig) -> dict[str, str]:
+    """Where the files lie that ``answer_settings`` has hashes of."""
+    template = job.chat.template
+    return {"model.path": job.model.path} | ({} if template is None else {"chat.template": template})
 
 
 def fingerprint_model(folder: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from engine import ConfigError, Engine, EngineConfig, Request, RequestRejected
 from jobs.config import JobConfig
 from jobs.environment import describe_environment, describe_versions, find_differences, settings_that_matter
-from jobs.job_plan import answer_settings, read_recorded_job
+from jobs.job_plan import answer_places, answer_settings, read_recorded_job
 from jobs.lease_reader import read_values
 from jobs.rank import EngineBuilder, build_job_renderer, build_rank_engine
 from pipelines.committed_rows import CommittedRow, read_input_rows, sample_committed_rows
@@ -151,7 +151,7 @@ class _Recorded:
 
 def _check_settings(folder: OutputFolder, plan: Plan, job: JobConfig) -> None:
     settings: dict[str, Any] = json.loads(json.dumps(answer_settings(job)))
-    difference = describe_difference(plan, replace(plan, settings=settings))
+    difference = describe_difference(plan, replace(plan, settings=settings, places=answer_places(job)))
     if difference is not None:
         raise ConfigError(f"output folder {str(folder.path)!r} is another job's: {difference}")
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -24,6 +24,12 @@ from pipelines.source import InputFile, InputSet, Shard, SourceKind, plan_shards
 
 PartFormat = Literal["parquet", "jsonl", "openai_batch"]
 PartLayout = Literal["shards", "mirror"]
+
+_KEPT_AS_HASHES = {
+    "model.path": "the model's files are not the same",
+    "chat.template": "the chat template is not the same",
+}
+"""Settings that name files and are kept as hashes of their content, and what is said when these differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +50,8 @@ class PartOptions:
 class Plan:
     """What the job is: its inputs, the settings that change answers, its columns. Never changes.
 
-    ``settings`` maps dotted names to JSON values.
+    ``settings`` maps dotted names to JSON values, what follows from others after these. ``places`` says of
+    those that are hashes of files where these lie: for a reader, and no part of what the job is.
     """
 
     root: str
@@ -54,6 +61,7 @@ class Plan:
     settings: Mapping[str, Any]
     contract: ColumnContract
     parts: PartOptions = PartOptions()
+    places: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -112,6 +120,7 @@ class Plan:
                 "kind": self.kind,
                 "rows_per_shard": self.rows_per_shard,
                 "settings": dict(self.settings),
+                "places": dict(self.places),
                 "parts": asdict(self.parts),
                 "columns": {
                     "passed": _schema_to_text(contract.passed),
@@ -137,6 +146,7 @@ class Plan:
             files=tuple(InputFile(**file) for file in tree["files"]),
             rows_per_shard=tree["rows_per_shard"],
             settings=tree["settings"],
+            places=tree.get("places", {}),  # plans of earlier versions do not say it
             parts=PartOptions(**tree["parts"]),
             contract=ColumnContract(
                 passed=_schema_from_text(columns["passed"]),
@@ -169,6 +179,7 @@ def build_plan(
     rows_per_shard: int,
     settings: Mapping[str, Any],
     parts: PartOptions = PartOptions(),
+    places: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan of a job over ``found``. Raises ``ConfigError`` if two parts would have one name."""
     # Once through JSON, so that a plan compares equal to itself read back (tuples become lists).
@@ -181,6 +192,7 @@ def build_plan(
         settings=plain,
         contract=contract,
         parts=parts,
+        places=places or {},
     )
     repeated = [name for name, count in Counter(plan.output_names()).items() if count > 1]
     if repeated:
@@ -190,10 +202,9 @@ def build_plan(
 
 def describe_difference(old: Plan, new: Plan) -> str | None:
     """The first thing in which ``new`` is another job than ``old``, in words; None when it is the same."""
-    for name in sorted({*old.settings, *new.settings}):
-        before, after = old.settings.get(name), new.settings.get(name)
-        if before != after:
-            return f"{name} was {json.dumps(before)} and is now {json.dumps(after)}"
+    for name in dict.fromkeys([*new.settings, *old.settings]):
+        if old.settings.get(name) != new.settings.get(name):
+            return _describe_setting(name, old, new)
     if old.rows_per_shard != new.rows_per_shard:
         return f"input.rows_per_shard was {old.rows_per_shard} and is now {new.rows_per_shard}"
     for name in ("format", "layout", "row_group_rows"):
@@ -218,3 +229,13 @@ def describe_difference(old: Plan, new: Plan) -> str | None:
             if a != b:
                 return f"input file {path!r} changed: {what} was {a} and is now {b}"
     return None if old.fingerprint == new.fingerprint else "the columns of its output differ"
+
+
+def _describe_setting(name: str, old: Plan, new: Plan) -> str:
+    if name not in _KEPT_AS_HASHES:
+        before, after = old.settings.get(name), new.settings.get(name)
+        return f"{name} was {json.dumps(before)} and is now {json.dumps(after)}"
+    before, after = old.places.get(name), new.places.get(name)
+    is_known = before is not None or old.settings.get(name) is None
+    was = f"was {json.dumps(before)} and is now" if is_known and before != after else "is"
+    return f"{_KEPT_AS_HASHES[name]}: {name} {was} {json.dumps(after)}"

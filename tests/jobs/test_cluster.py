@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +27,7 @@ from jobs.job_plan import fingerprint_model, plan_job
 from jobs.plan_report import forecast_job
 from jobs.reaper import MARK, Reaper, reap
 from pipelines.driver import Outcome
-from pipelines.manifest import OutputFolder
+from pipelines.manifest import OutputFolder, check_folder, write_plan
 from pipelines.plan import Plan, describe_difference
 from tests.small_jobs import random_prompts, write_prompts
 
@@ -228,7 +230,8 @@ def test_settings_that_change_answers_make_another_job(make_job: Any) -> None:
     plan = plan_job(make_job())
     for override, name in [
         ("sampling.temperature=0.25", "sampling.temperature"),
-        ("sampling.seed=5", "engine.seed"),
+        ("sampling.seed=5", "sampling.seed was null and is now 5"),
+        ("sampling.max_tokens=5", "sampling.max_tokens"),
         ("engine.dtype=bfloat16", "engine.dtype"),
         ("chat.thinking=false", "chat.thinking"),
         ("input.rows_per_shard=2", "input.rows_per_shard"),
@@ -240,6 +243,37 @@ def test_settings_that_change_answers_make_another_job(make_job: Any) -> None:
     for override in ["engine.max_num_seqs=3", "engine.enable_prefix_caching=false", "cluster.num_ranks=7"]:
         assert describe_difference(plan, plan_job(make_job(override))) is None
     assert {f"engine.{name}" for name in SPEED_ONLY} & plan.settings.keys() == set()
+
+
+def test_of_files_that_changed_the_key_and_the_place_are_named(
+    tmp_path: Path, make_job: Any, bard_path: Path
+) -> None:
+    models, folder = [tmp_path / "a", tmp_path / "b"], OutputFolder(tmp_path / "out")
+    for model in models:
+        shutil.copytree(bard_path, model)
+    write_plan(folder, plan_job(make_job(model=models[0])))
+    check_folder(folder, plan_job(make_job(model=models[1])))
+
+    def difference(*overrides: str, model: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_folder(folder, plan_job(make_job(*overrides, model=model)))
+        return str(caught.value).partition(" holds another job: ")[2].partition(" (")[0]
+
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    assert difference(f"chat.template={template}", model=models[0]) == (
+        f'the chat template is not the same: chat.template was null and is now "{template}"'
+    )
+    for model in models:
+        with open(model / "config.json", "a") as file:
+            file.write(" ")
+    others = "the model's files are not the same: model.path"
+    assert difference(model=models[0]) == f'{others} is "{models[0]}"'
+    assert difference(model=models[1]) == f'{others} was "{models[0]}" and is now "{models[1]}"'
+    plan = json.loads(folder.plan_file.read_text())
+    del plan["places"]  # as an earlier version wrote it
+    folder.plan_file.write_text(json.dumps(plan))
+    assert difference(model=models[1]) == f'{others} is "{models[1]}"'
 
 
 def test_a_model_is_told_apart_by_content_not_by_place(tmp_path: Path) -> None:
