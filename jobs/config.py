@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from engine import ConfigError, EngineConfig, SamplingParams
 from pipelines.plan import PartFormat, PartLayout
@@ -189,21 +190,44 @@ def _validate(tree: dict[str, dict[str, Any]], wrong: list[str]) -> JobConfig:
     seed = tree.get("sampling", {}).get("seed")
     engine = {**tree.get("engine", {}), "model": tree["model"]["path"], "seed": 0 if seed is None else seed}
     try:
-        # By way of JSON, whose strict mode takes lists for tuples and mappings for dataclasses.
-        job = JobConfig.model_validate_json(json.dumps({**tree, "engine": engine}, default=str))
+        job = _parse({**tree, "engine": engine})
     except ValidationError as error:
-        raise ConfigError("; ".join([*wrong, *_explain(error)])) from error
+        raise ConfigError("; ".join([*wrong, *_explain(_list_errors(error, tree))])) from error
     if wrong:
         raise ConfigError("; ".join(wrong))
     return job
 
 
-def _explain(error: ValidationError) -> Iterator[str]:
+def _parse(tree: Mapping[str, Any]) -> JobConfig:
+    # By way of JSON, whose strict mode takes lists for tuples and mappings for dataclasses.
+    return JobConfig.model_validate_json(json.dumps(tree, default=str))
+
+
+def _list_errors(error: ValidationError, tree: Mapping[str, Mapping[str, Any]]) -> list[ErrorDetails]:
+    """All errors of a tree: the engine's own types stop at their first, so their fields are looked at singly."""
+    found: dict[str, list[ErrorDetails]] = {}
+    for item in error.errors(include_url=False):
+        found.setdefault(str(item["loc"][0]), []).append(item)
+    paths = {name: {"path": "any"} for name in ("model", "input", "output")}
+    for section in found.keys() & {"sampling", "engine"}:
+        singly: list[ErrorDetails] = []
+        for name, value in tree.get(section, {}).items():
+            alone = {**paths, "engine": {"model": "any"}}
+            alone[section] = {**alone.get(section, {}), name: value}
+            try:
+                _parse(alone)
+            except ValidationError as wrong:
+                singly += wrong.errors(include_url=False)
+        found[section] = singly or found[section]
+    return [item for items in found.values() for item in items]
+
+
+def _explain(errors: Iterable[ErrorDetails]) -> Iterator[str]:
     """One clause for each wrong value; the branches of a union, which share the value, share the clause."""
     wrong: dict[str, list[str]] = {}
     values: dict[str, object] = {}
     valid = set(_valid_keys())
-    for item in error.errors(include_url=False):
+    for item in errors:
         parts = [str(part) for part in item["loc"]]
         key = ".".join(parts[:2]) if ".".join(parts[:2]) in valid else ".".join(parts)
         if key not in DERIVED_KEYS:  # said already, of the key it comes from
@@ -212,8 +236,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
     for key, messages in wrong.items():
         if key in valid:
             yield f"{key} {' or '.join(messages)}, got {values[key]!r}"
-        else:  # a rule of the whole section, which names the field and the value itself
-            yield f"{key}: {messages[0]}"
+        else:  # rules of the whole section, which name the field and the value themselves
+            yield from (f"{key}: {message}" for message in messages)
 
 
 def _section_keys() -> dict[str, list[str]]:

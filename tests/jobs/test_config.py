@@ -153,6 +153,28 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_every_wrong_value_of_a_section_is_said() -> None:
+    overrides = ["temperature=-1", "n=0", "top_k=1.5", "seed=-2", "stop=[a, '']"]
+    assert refusal(
+        *(f"sampling.{override}" for override in overrides),
+        *(
+            "engine.dtype=fp8",
+            "engine.max_num_seqs=0",
+            "engine.gpu_memory_utilization=2",
+            "engine.device=cpu",
+        ),
+    ).split("; ") == [
+        "sampling: temperature must be a number in [0, 100], got -1.0",
+        "sampling: n must be a whole number in [1, 128], got 0",
+        f"sampling: seed must be a whole number in [0, {2**63 - 1}], got -2",
+        "sampling: stop must be a list of non-empty strings, got ('a', '')",
+        "sampling.top_k should be a valid integer, got 1.5",
+        "engine.dtype should be 'auto', 'float32' or 'bfloat16', got 'fp8'",
+        "engine: max_num_seqs must be at least 1, got 0",
+        "engine: gpu_memory_utilization must be in (0, 1], got 2.0",
+    ]
+
+
 @pytest.mark.parametrize("section", ["model", "input", "output"])
 def test_a_missing_path_says_how_to_give_it(section: str) -> None:
     flags = {key: value for key, value in PATHS.items() if not key.startswith(section)}
