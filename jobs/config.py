@@ -204,7 +204,7 @@ def _parse(tree: Mapping[str, Any]) -> JobConfig:
 
 
 def _list_errors(error: ValidationError, tree: Mapping[str, Mapping[str, Any]]) -> list[ErrorDetails]:
-    """All errors of a tree: the engine's own types stop at their first, so their fields are looked at singly."""
+    """All errors of a tree. The engine's own types stop at their first: their fields are tried singly."""
     found: dict[str, list[ErrorDetails]] = {}
     for item in error.errors(include_url=False):
         found.setdefault(str(item["loc"][0]), []).append(item)
