@@ -31,6 +31,7 @@ from pipelines.part_writer import write_jsonl, write_parquet, write_responses
 from pipelines.plan import Plan
 from pipelines.schema import NUM_PREEMPTIONS, ROW, STATUS_OK, STRING, FinishedRow
 from pipelines.source import RowReader, Shard
+from pipelines.suspects import NO_STEP_YET
 
 _BATCH_ROWS = 1024
 _FRAME = struct.Struct("<IIc")
@@ -140,10 +141,10 @@ class JournalState:
     def tokens_of_suspects(self) -> dict[int, int | None]:
         """How many tokens each of those had that the last step was not without.
 
-        -1: it was being read and rendered, and no step's business.
+        ``NO_STEP_YET``: it was being read and rendered.
         """
         known = self.num_tokens
-        found = {row: None if known is None else known.get(row, -1) for row in sorted(self.suspects)}
+        found = {row: None if known is None else known.get(row, NO_STEP_YET) for row in sorted(self.suspects)}
         return {row: num_tokens for row, num_tokens in found.items() if num_tokens != NOT_IN_STEP}
 
 

@@ -27,6 +27,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 Place = tuple[int, int]
 """A shard's number and a row in it."""
 
+NO_STEP_YET = -1
+"""Instead of a number of tokens: a row that was being read and rendered, and no step's business."""
+
 _DEATHS_TO_SPLIT = 2
 _DEATHS_TO_BE_ALONE = 3
 
@@ -55,6 +58,9 @@ class Suspects:
             for place, tokens in in_flight.items()
             if tokens is not None and tokens in self._deaths.get(place, ())
         ]
+        # Rows are read and rendered side by side: whoever of them ended the rank need not be one seen before.
+        if sum(tokens == NO_STEP_YET for tokens in in_flight.values()) > 1:
+            again = [place for place in again if in_flight[place] != NO_STEP_YET]
         if len(again) == 1:
             return again[0]
         if len(in_flight) != 1:

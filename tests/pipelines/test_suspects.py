@@ -11,7 +11,7 @@ from pipelines.leasing import choose_leases
 from pipelines.ledger import Lease, LeaseReport, Ledger
 from pipelines.sink import JournalState
 from pipelines.source import Shard
-from pipelines.suspects import Suspects
+from pipelines.suspects import NO_STEP_YET, Suspects
 
 CAPACITY = 64
 
@@ -186,6 +186,13 @@ def test_who_is_where_it_was_at_an_earlier_death_is_to_blame_if_no_other_is() ->
     assert suspects.find_culprit({(0, 3): 7}) == (0, 3), "alone because it was there so often"
     assert suspects.find_culprit({(0, 4): 0}) is None, "once is chance"
     assert suspects.find_culprit({}) is None
+
+
+def test_of_rows_that_are_rendered_side_by_side_none_is_to_blame() -> None:
+    suspects = Suspects({(0, 1): [NO_STEP_YET], (0, 2): [7]})
+    assert suspects.find_culprit({(0, 1): NO_STEP_YET, (0, 2): 6}) == (0, 1)
+    assert suspects.find_culprit({(0, 1): NO_STEP_YET, (0, 3): NO_STEP_YET}) is None
+    assert suspects.find_culprit({(0, 1): NO_STEP_YET, (0, 3): NO_STEP_YET, (0, 2): 7}) == (0, 2)
 
 
 def test_those_of_more_deaths_come_first_in_smaller_groups() -> None:
