@@ -198,6 +198,12 @@ class Engine(Protocol):
     def try_step_only(self, request_ids: Collection[str]) -> list[RequestOutput] | None:
         """The same of a batch of nothing but these requests; None when none of them has room now."""
 
+    def await_device(self) -> None:
+        """Until all that steps asked for is done. Raises ``EngineDead`` for what failed late.
+
+        A step that samples nothing returns before the device has done it.
+        """
+
     def has_unfinished(self) -> bool:
         """Whether a step would have work."""
 

@@ -119,12 +119,18 @@ class LLMEngine:
     def try_step_only(self, request_ids: Collection[str]) -> list[RequestOutput] | None:
         """One batch of these requests alone; None when none of them has room now. Raises as ``step``."""
         only = {seq.seq_id for name in request_ids for seq in self._requests[name].sequences}
-        return self._run_step(self.scheduler.schedule(only), awaits_device=True)
+        outputs = self._run_step(self.scheduler.schedule(only))
+        self.await_device()
+        return outputs
 
-    def _run_step(
-        self, batch: ScheduledBatch | None, *, awaits_device: bool = False
-    ) -> list[RequestOutput] | None:
-        """A step that samples nothing is only asked for: it may fail in a later one, unless awaited."""
+    def await_device(self) -> None:
+        """Until all that steps asked for is done. Raises ``EngineDead`` for what failed late."""
+        try:
+            self.runner.await_device()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def _run_step(self, batch: ScheduledBatch | None) -> list[RequestOutput] | None:
         group = self.runner.group
         try:
             if batch is None:
@@ -138,15 +144,16 @@ class LLMEngine:
                 spans = self.scheduler.upcoming()
                 self.runner.look_ahead([(seq.token_ids, start, end) for seq, start, end in spans])
             sampled = self._sampler.sample(logits, self._sampling_rows(batch))
-            if awaits_device:
-                self.runner.await_device()
         except RuntimeError as error:
-            if group is not None:
-                group.abandon()
-            kind = PeerLost if isinstance(error, PeerLost) else EngineDead
-            raise kind(f"the step failed: {error}") from error
+            raise self._failed(error) from error
         self.scheduler.finish_step(batch)
         return self._update(batch, sampled)
+
+    def _failed(self, error: RuntimeError) -> EngineDead:
+        if self.runner.group is not None:
+            self.runner.group.abandon()
+        kind = PeerLost if isinstance(error, PeerLost) else EngineDead
+        return kind(f"the step failed: {error}")
 
     @property
     def is_shared(self) -> bool:

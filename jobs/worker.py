@@ -251,6 +251,8 @@ class RankWorker:
             for request_id, (run, row, _) in self._in_flight.items()
             if num_tokens[request_id] in run.lease.tokens_at_deaths.get(row, ())
         ]
+        if due:
+            engine.await_device()  # what an earlier step did must not end the rank in a suspect's own
         groups: list[Collection[str]] = [{request_id} for request_id in due]
         if due and (others := self._in_flight.keys() - due):
             groups.insert(len(groups) if self._num_steps else 0, others)

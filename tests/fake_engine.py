@@ -83,6 +83,9 @@ class FakeEngine:
             return None
         return self._step(request_ids)
 
+    def await_device(self) -> None:
+        """Its steps leave nothing to be done later."""
+
     def _step(self, only: Collection[str]) -> list[RequestOutput]:
         self.num_steps += 1
         if self.num_steps == self._dies_at_step:

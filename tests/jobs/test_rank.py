@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from pipelines.manifest import OutputFolder, write_plan
 from pipelines.plan import Plan
 from pipelines.rank_protocol import Orders, RankReport
 from pipelines.sink import read_journal_state, read_lease_state
+from pipelines.suspects import NO_STEP_YET
 from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine, expected_token_ids
 from tests.small_jobs import (
     InlineExecutor,
@@ -196,7 +198,42 @@ def test_a_death_says_nothing_of_rows_that_the_step_was_without(tmp_path: Path) 
     beside, alone = (read_lease_state(rank.plan, rank.folder.journal_file(0, 1, number)) for number in (1, 2))
     assert alone.tokens_of_suspects == {3: 2}
     assert len(beside.suspects) > 1
-    assert set(beside.tokens_of_suspects.values()) <= {-1}, "only who was being rendered"
+    assert set(beside.tokens_of_suspects.values()) <= {NO_STEP_YET}, "only who was being rendered"
+
+
+class LateEngine(FakeEngine):
+    """A step's failure is told by whatever waits for the device next."""
+
+    has_failed = False
+
+    def await_device(self) -> None:
+        if self.has_failed:
+            raise EngineDead("late")
+
+    def step(self) -> list[RequestOutput]:
+        self.await_device()
+        return super().step()
+
+    def try_step_only(self, request_ids: Collection[str]) -> list[RequestOutput] | None:
+        self.await_device()
+        return super().try_step_only(request_ids)
+
+
+def test_what_fails_late_is_not_told_of_the_step_that_a_suspect_has_to_itself(tmp_path: Path) -> None:
+    prompts = [next(p for p in ([i, i] for i in range(1, 99)) if len(expected_token_ids(p)) > 3), [7]]
+    rank = Rank(tmp_path, prompts)
+    rank.engine = engine = LateEngine(CONFIG)
+    rank.exchange(prepare=True, leases=(lease(1, (0, 1)),))
+    for _ in range(3):
+        rank.worker.turn()
+    engine.has_failed = True
+    rank.exchange(leases=(lease(2, (1, 2), tokens_at_deaths={1: frozenset({0})}),))
+    rank.worker.turn()
+    with pytest.raises(EngineDead, match="late"):
+        rank.exchange()
+    earlier, own = (read_lease_state(rank.plan, rank.folder.journal_file(0, 1, number)) for number in (1, 2))
+    assert earlier.tokens_of_suspects == {0: engine.num_generated_tokens()["in.parquet#0"] - 1}
+    assert own.tokens_of_suspects == {1: NO_STEP_YET}, "no step was its own yet"
 
 
 def test_what_a_rank_leaves_says_how_far_each_row_was(tmp_path: Path) -> None:
