@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from engine import ConfigError
 from jobs.config import JobConfig
@@ -69,7 +69,7 @@ def run_job(
     what the output folder holds of a job with other inputs or settings. ``part`` (i, n): only the i-th of n
     slices, from 0; other drivers may be at work on the others. ``limit_s``: stop cleanly before so long.
     ``build_engine`` must be a function that other processes can import; None builds the real engine.
-    After ``EXIT_STOPPED`` the process has to end by ``leave_at_once``: Ray may still be starting in it.
+    What comes next has to be ``leave_if_stopped``: Ray may still be up, or starting, in this process.
     """
     job = with_absolute_paths(job)
     folder = output_folder(job)
@@ -113,14 +113,17 @@ def run_job(
     return EXIT_TOO_MANY_ERRORS if is_over else EXIT_COMMITTED
 
 
-def leave_at_once(code: int) -> NoReturn:
-    """End a process whose run was stopped, with all that it said: no farewell to Ray, which takes seconds.
+def leave_if_stopped(code: int) -> int:
+    """End this process, with all that it said, if its run was told to stop; else give ``code`` back.
 
+    Such a run takes no leave of Ray, which takes seconds, not even if it was over by itself when it was told.
     Ranks are ended by then. A Ray of our own is ended by its watchdog; one that was joined sees us go.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    if code == EXIT_STOPPED or ("ray" in sys.modules and sys.modules["ray"].is_initialized()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _connected(job: JobConfig, signals: StopSignals) -> AbstractContextManager[Places]:

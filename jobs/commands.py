@@ -66,7 +66,7 @@ def _status(parsed: argparse.Namespace) -> int:
 
 def _run(job: JobConfig, parsed: argparse.Namespace) -> int:
     _log_to_stderr()
-    from jobs.cluster import leave_at_once, run_job
+    from jobs.cluster import leave_if_stopped, run_job
 
     limits = [limit for limit in (parsed.time_limit, parsed.until) if limit is not None]
     code = run_job(
@@ -78,9 +78,7 @@ def _run(job: JobConfig, parsed: argparse.Namespace) -> int:
     sentence = _closing_sentence(job, code)
     if sentence is not None:
         print(sentence, file=sys.stderr)
-    if code == EXIT_STOPPED:
-        leave_at_once(code)
-    return code
+    return leave_if_stopped(code)
 
 
 def _closing_sentence(job: JobConfig, code: int) -> str | None:

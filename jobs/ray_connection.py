@@ -82,7 +82,7 @@ def _started(signals: StopSignals, address: str, **options: Any) -> Iterator[Non
     try:
         yield
     finally:
-        # A stop has two seconds in all, and Ray's farewell takes as many: see ``leave_at_once``.
+        # A stop has two seconds in all, and Ray's farewell takes as many: see ``leave_if_stopped``.
         if signals.requested is not StopRequest.NOW:
             ray.shutdown()
 

@@ -10,7 +10,7 @@ import os
 import sys
 
 from engine import ConfigError
-from jobs.cluster import EXIT_STOPPED, leave_at_once, run_job
+from jobs.cluster import leave_if_stopped, run_job
 from jobs.config import load_job
 from tests import fake_engine
 
@@ -35,9 +35,7 @@ def main(builder: str, model: str, input_path: str, output: str, num_ranks: str,
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    if code == EXIT_STOPPED:
-        leave_at_once(code)
-    return code
+    return leave_if_stopped(code)
 
 
 if __name__ == "__main__":
