@@ -20,7 +20,7 @@ from benchmarks.digests import digest
 from benchmarks.model_dims import DIMS, num_buckets, rank_config
 from benchmarks.random_weights import RandomWeights
 from engine.api import Request
-from engine.batch import ROW_PADDING, BatchInputs
+from engine.batch import BatchInputs
 from engine.config import KV_BLOCK_SIZE, ReplicaPlace
 from engine.engram_tables import EngramTables
 from engine.kv_cache import CacheLayout, KVCache
@@ -107,13 +107,7 @@ class SimulatedRank:
             group=self._group,
         )
         if self._group is not None:
-            size = ExchangeSize(
-                num_rows=-(-dims.num_new // ROW_PADDING) * ROW_PADDING,
-                hidden=self.config.hidden_size,
-                top_k=self.config.num_experts_per_tok,
-                dtype=dtype,
-                mode=workload.activations,
-            )
+            size = ExchangeSize.of(self.config, dims.num_new, dtype=dtype, mode=workload.activations)
             self._group.connect(device, repr(workload), size if workload.kernel_impl == "triton" else None)
         num_blocks = self.context // KV_BLOCK_SIZE
         self.cache = KVCache(

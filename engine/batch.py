@@ -23,6 +23,11 @@ ROW_PADDING = 32
 """Packed rows are padded to a multiple of this, so that vector kernels never meet a ragged tail."""
 
 
+def padded(num_rows: int) -> int:
+    """Packed rows that so many take, padding included."""
+    return -(-num_rows // ROW_PADDING) * ROW_PADDING
+
+
 def upload(array: np.ndarray, device: torch.device | str) -> Tensor:
     """A copy on the device, for which the host does not wait."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -225,11 +230,11 @@ class BatchInputs:
             counts = self._ends - first
             offset = np.cumsum(counts) - counts
             num_rows = int(counts.sum())
-            padded = -(-num_rows // ROW_PADDING) * ROW_PADDING
+            num_padded = padded(num_rows)
             chunks = np.repeat(np.arange(len(counts)), counts)
             # Padding rows name the last real chunk, so that a tile of one sequence stays one.
-            chunks = np.pad(chunks, (0, padded - num_rows), mode="edge") if num_rows else chunks
-            positions = np.zeros(padded, dtype=np.int64)
+            chunks = np.pad(chunks, (0, num_padded - num_rows), mode="edge") if num_rows else chunks
+            positions = np.zeros(num_padded, dtype=np.int64)
             positions[:num_rows] = np.arange(num_rows) - np.repeat(offset - first, counts)
             self._row_sets[key] = RowSet(
                 num_rows, first, offset, positions, chunks, self._upload(positions), self._upload(chunks)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import ROW_PADDING, BatchInputs, RowSet, upload
+from engine.batch import BatchInputs, RowSet, padded, upload
 from engine.checkpoint import StoredTensor
 from engine.config import TablePlace
 from engine.errors import ConfigError
@@ -89,7 +89,7 @@ class EngramTables:
         self._tables: Sequence[_Table]
         if held is None:
             self._reader = RowReader(reader.device)
-            most = -(-max_num_rows // ROW_PADDING) * ROW_PADDING
+            most = padded(max_num_rows)
             self._tables = self._staged = [
                 _TableInFiles(reader, parts[i], _NgramHash(ngrams, i), ops, self._reader, most)
                 for i in layers

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.batch import ROW_PADDING, BatchInputs
+from engine.batch import BatchInputs
 from engine.config import (
     EngineConfig,
     MemoryFacts,
@@ -91,12 +91,8 @@ class ModelRunner:
         if self.group is not None:
             settings: list[object] = [model_config, dtype, device_name, kernel_impl, activations]
             settings += [config.cache_quantisation, config.max_num_batched_tokens]
-            size = ExchangeSize(
-                num_rows=-(-config.max_num_batched_tokens // ROW_PADDING) * ROW_PADDING,
-                hidden=model_config.hidden_size,
-                top_k=model_config.num_experts_per_tok,
-                dtype=getattr(torch, dtype),
-                mode=activations,
+            size = ExchangeSize.of(
+                model_config, config.max_num_batched_tokens, dtype=getattr(torch, dtype), mode=activations
             )
             self.group.connect(self.device, repr(settings), size if kernel_impl == "triton" else None)
         layout = CacheLayout(model_config, config.cache_quantisation == "release", getattr(torch, dtype))

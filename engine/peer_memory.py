@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from engine.batch import padded
+from engine.models.deepseek_v41_config import DeepseekV41Config
 from kernels.moe import Routes
 from kernels.number_formats import SCALE_BLOCK, ActivationMode, QuantisedRows
 from kernels.peer_rows import ALIGNMENT, InboxLayout, return_slots, send_rows
@@ -45,6 +47,19 @@ class ExchangeSize:
     top_k: int
     dtype: torch.dtype
     mode: ActivationMode
+
+    @classmethod
+    def of(
+        cls, config: DeepseekV41Config, max_num_rows: int, *, dtype: torch.dtype, mode: ActivationMode
+    ) -> ExchangeSize:
+        """For a model's layers, of steps that have so many rows at most, and their padding."""
+        return cls(
+            num_rows=padded(max_num_rows),
+            hidden=config.hidden_size,
+            top_k=config.num_experts_per_tok,
+            dtype=dtype,
+            mode=mode,
+        )
 
     def inbox_bytes(self, num_ranks: int) -> int:
         """Of the rows that so many ranks send."""

@@ -127,13 +127,7 @@ def test_the_exchange_of_ranks_fits_what_is_planned_for_it(
 ) -> None:
     config = EngineConfig(model=str(small), kernel_impl="triton", dtype="bfloat16")
     model = load_model_config(small)
-    size = ExchangeSize(
-        num_rows=config.max_num_batched_tokens,
-        hidden=model.hidden_size,
-        top_k=model.num_experts_per_tok,
-        dtype=torch.bfloat16,
-        mode=mode,
-    )
+    size = ExchangeSize.of(model, config.max_num_batched_tokens, dtype=torch.bfloat16, mode=mode)
     alone, shared = (estimate_memory(config, num_expert_ranks=n).num_scratch_bytes for n in (1, num_ranks))
     slots = config.max_num_batched_tokens * model.num_experts_per_tok * model.hidden_size * 2
     # Beside what is made once: all ranks' rows sorted, and outputs for all of them.
