@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 from collections.abc import Callable
 
 import torch
@@ -17,8 +15,9 @@ from torch import Tensor
 
 from benchmarks.environment import describe, device_name
 from benchmarks.model_dims import DIMS
+from benchmarks.rank_processes import on_ranks
 from engine.config import ReplicaPlace
-from engine.parallel import ExpertExchange, ExpertGroup, host_rendezvous
+from engine.parallel import ExpertExchange, ExpertGroup
 from engine.peer_memory import ExchangeSize
 from kernels.moe import Routes
 from kernels.number_formats import QuantisedRows, quantise_activations
@@ -103,24 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--path", choices=["peer_memory", "all_to_all"], default="peer_memory")
     args = parser.parse_args(arguments)
     print(describe(), flush=True)
-    os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
-    rendezvous = host_rendezvous("127.0.0.1")
-    places = [
-        ReplicaPlace(
-            rank=rank, num_ranks=args.ranks, host="127.0.0.1", port=rendezvous.port, timeout_s=WAIT_S
-        )
-        for rank in range(args.ranks)
-    ]
-    spawn = multiprocessing.get_context("spawn")
-    others = [spawn.Process(target=measure, args=(args, place), daemon=True) for place in places[1:]]
-    try:
-        for process in others:
-            process.start()
-        figures = measure(args, places[0])
-    finally:
-        for process in others:
-            process.join(5)
-            process.kill()
+    figures = on_ranks(args.ranks, measure, args, timeout_s=WAIT_S)
     for name, value in figures.items():
         print(f"{name:22} {value:10.3f}")
     print(

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import resource
 import statistics
 import time
@@ -27,10 +25,10 @@ from benchmarks.environment import describe, device_name
 from benchmarks.floors import FORMULAS, stage_floors_ms
 from benchmarks.kernels.timing import event_times
 from benchmarks.model_dims import DIMS, num_buckets
+from benchmarks.rank_processes import on_ranks
 from benchmarks.stages import STAGES, StageMarks, Times, by_stage, measure_stages
 from benchmarks.step_rank import SimulatedRank, Workload
 from engine.config import ReplicaPlace
-from engine.parallel import host_rendezvous
 
 PROFILED_STEPS = 2
 TOP_KERNELS = 15
@@ -172,44 +170,6 @@ def measure_rank(
     return measure(workload, num_steps, num_warm_up, place)
 
 
-def measure_group(
-    workload: Workload, num_steps: int, num_warm_up: int
-) -> tuple[SimulatedRank, dict[str, Any]]:
-    """``measure`` on all ranks at once, the first of which is this process. All run the same steps."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ[name] = "lo"
-    rendezvous = host_rendezvous("127.0.0.1")
-    places = [
-        ReplicaPlace(
-            rank=rank,
-            num_ranks=workload.num_ranks,
-            host="127.0.0.1",
-            port=rendezvous.port,
-            start_timeout_s=_BUILD_S,
-            timeout_s=_STEP_S,
-        )
-        for rank in range(workload.num_ranks)
-    ]
-    spawn = multiprocessing.get_context("spawn")
-    others = [
-        spawn.Process(target=measure_beside, args=(workload, num_steps, num_warm_up, place), daemon=True)
-        for place in places[1:]
-    ]
-    try:
-        for process in others:
-            process.start()
-        return measure_rank(workload, num_steps, num_warm_up, places[0])
-    finally:
-        for process in others:
-            process.kill()
-            process.join()
-
-
-def measure_beside(workload: Workload, num_steps: int, num_warm_up: int, place: ReplicaPlace) -> None:
-    """Another rank, on a device of its own; what it measures is its own business."""
-    measure_rank(workload, num_steps, num_warm_up, place)
-
-
 def top_kernels(kernels: Times) -> dict[str, float]:
     """Those that take most of a step, named by their stage too."""
     ordered = sorted(kernels.items(), key=lambda item: -item[1])[:TOP_KERNELS]
@@ -266,7 +226,15 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     print(describe(), flush=True)
     if workload.is_real:
-        rank, result = measure_group(workload, args.steps, args.warm_up)
+        rank, result = on_ranks(
+            workload.num_ranks,
+            measure_rank,
+            workload,
+            args.steps,
+            args.warm_up,
+            start_timeout_s=_BUILD_S,
+            timeout_s=_STEP_S,
+        )
     else:
         rank, result = measure_rank(workload, args.steps, args.warm_up)
     print_report(rank, result["figures"])
