@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.block_manager import Move
 from engine.config import KV_BLOCK_SIZE
 from engine.models.deepseek_v41_config import DeepseekV41Config
-from kernels.number_formats import ENTRY_BLOCK, SCALE_BLOCK, pack_fp4_index
+from kernels.number_formats import ENTRY_BLOCK, SCALE_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,3 @@ class KVCache:
             views = zip(self._views[kind, source_place], self._views[kind, target_place], strict=True)
             for source, target in views:
                 target[targets.to(target.device)] = source[sources.to(source.device)].to(target.device)
-
-    def pack_index_query(self, q: Tensor) -> Tensor:
-        """Index queries [num_rows, num_heads, dim] in the format of the index keys."""
-        return pack_fp4_index(q) if self.layout.is_quantised else q.contiguous()

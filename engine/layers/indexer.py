@@ -85,8 +85,9 @@ class Indexer:
             inputs.entries_per_block,
             inputs.max_visible,
         )
+        q = self._ops.rotate_queries(q, tables.cos, tables.sin)
         selected = self._ops.select_entries(
-            cache.pack_index_query(self._ops.rotate_queries(q, tables.cos, tables.sin)),
+            self._ops.pack_index_queries(q) if cache.layout.is_quantised else q,
             self._weights_proj(x).float() * head_scale,
             pages,
             k=config.index_topk,

@@ -53,6 +53,7 @@ class Ops:
     selection_slots: Callable[..., Tensor]
     paged_sparse_attention: Callable[..., Tensor]
     rotate_queries: Callable[..., Tensor]
+    pack_index_queries: Callable[..., Tensor]
     quantise_activations: Callable[..., QuantisedRows]
     linear: Callable[..., Tensor]
     fp8_linear: Callable[..., Tensor]

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from kernels.number_formats.kernel import (
-    ceil_power_of_two,
     divide_groups,
     e2m1_codes,
     e4m3_codes,
@@ -17,6 +16,7 @@ from kernels.number_formats.kernel import (
     fp8_exponents,
     group_maxima,
     scale_groups,
+    store_fp4_index,
 )
 
 
@@ -125,22 +125,6 @@ def _store_entry(
 
 
 @triton.jit
-def _store_index_key(
-    ptr, row_start, is_in, is_row, even, odd, pair, DIM: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
-):
-    """e2m1 nibbles, the even channel low, then an e8m0 scale per 32 channels."""
-    amax = tl.maximum(group_maxima(even, odd, ROWS, HALF, 16), 6.0 * 2.0**-126)
-    exponent = ceil_power_of_two(amax * (1.0 / 6.0))
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    low = e2m1_codes(scale_groups(even, inverse, ROWS, HALF, 16))
-    high = e2m1_codes(scale_groups(odd, inverse, ROWS, HALF, 16))
-    tl.store(ptr + row_start[:, None] + pair[None, :], (low | (high << 4)).to(tl.uint8), mask=is_in)
-    group = tl.arange(0, HALF // 16)
-    is_group = is_row[:, None] & (group < DIM // 32)[None, :]
-    tl.store(ptr + row_start[:, None] + DIM // 2 + group[None, :], exponent.to(tl.uint8), mask=is_group)
-
-
-@triton.jit
 def _store_rows(
     ptr, row_start, is_in, is_row, even, odd, pair, FORMAT: tl.constexpr,
     DIM: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
@@ -150,7 +134,7 @@ def _store_rows(
     elif FORMAT == "entry":
         _store_entry(ptr, row_start, is_in, is_row, even, odd, pair, DIM, ROWS, HALF)
     elif FORMAT == "index":
-        _store_index_key(ptr, row_start, is_in, is_row, even, odd, pair, DIM, ROWS, HALF)
+        store_fp4_index(ptr, row_start, is_in, is_row, even, odd, pair, DIM, ROWS, HALF)
     else:
         ptrs = ptr + row_start[:, None] + 2 * pair[None, :]
         tl.store(ptrs, even.to(ptr.dtype.element_ty), mask=is_in)

@@ -1,4 +1,4 @@
-from kernels.number_formats.op import choose_quantise_config, quantise_activations
+from kernels.number_formats.op import choose_quantise_config, pack_index_queries, quantise_activations
 from kernels.number_formats.reference import (
     ENTRY_BLOCK,
     SCALE_BLOCK,
@@ -11,6 +11,7 @@ from kernels.number_formats.reference import (
     pack_fp4_entry,
     pack_fp4_index,
     pack_fp8,
+    pack_index_queries_reference,
     quantise_activations_reference,
     unpack_fp4_entry,
     unpack_fp4_index,
@@ -30,6 +31,8 @@ __all__ = [
     "pack_fp4_entry",
     "pack_fp4_index",
     "pack_fp8",
+    "pack_index_queries",
+    "pack_index_queries_reference",
     "quantise_activations",
     "quantise_activations_reference",
     "unpack_fp4_entry",

@@ -97,6 +97,45 @@ def divide_groups(x, scales, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.c
 
 
 @triton.jit
+def store_fp4_index(
+    ptr, row_start, is_in, is_row, even, odd, pair, DIM: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
+):
+    """Index vectors: e2m1 nibbles, the even channel low, then an e8m0 scale per 32 channels."""
+    amax = tl.maximum(group_maxima(even, odd, ROWS, HALF, 16), 6.0 * 2.0**-126)
+    exponent = ceil_power_of_two(amax * (1.0 / 6.0))
+    # Dividing by a power of two is multiplying by its exact inverse.
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    low = e2m1_codes(scale_groups(even, inverse, ROWS, HALF, 16))
+    high = e2m1_codes(scale_groups(odd, inverse, ROWS, HALF, 16))
+    tl.store(ptr + row_start[:, None] + pair[None, :], (low | (high << 4)).to(tl.uint8), mask=is_in)
+    group = tl.arange(0, HALF // 16)
+    is_group = is_row[:, None] & (group < DIM // 32)[None, :]
+    tl.store(ptr + row_start[:, None] + DIM // 2 + group[None, :], exponent.to(tl.uint8), mask=is_group)
+
+
+@triton.jit
+def pack_index_queries_kernel(
+    x_ptr,
+    out_ptr,
+    num_vectors,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """ROWS vectors a program."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row = row < num_vectors
+    channel = tl.arange(0, 2 * HALF)
+    is_there = is_row[:, None] & (channel < DIM)[None, :]
+    x = tl.load(x_ptr + row[:, None] * DIM + channel[None, :], mask=is_there, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(x, [ROWS, HALF, 2]))
+    pair = tl.arange(0, HALF)
+    is_in = is_row[:, None] & (pair < DIM // 2)[None, :]
+    store_fp4_index(out_ptr, row * WIDTH, is_in, is_row, even, odd, pair, DIM, ROWS, HALF)
+
+
+@triton.jit
 def quantise_activations_kernel(
     x_ptr,
     values_ptr,

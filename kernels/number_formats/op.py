@@ -1,4 +1,4 @@
-"""Quantisation of activations on the device: checks, tile choice, launch."""
+"""Quantisation of activations and of index queries on the device: checks, tile choice, launches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import triton
 from torch import Tensor
 
 from kernels.argument_checks import FLOATS, expect_dense, expect_output, expect_tensor
-from kernels.number_formats.kernel import quantise_activations_kernel
+from kernels.number_formats.kernel import pack_index_queries_kernel, quantise_activations_kernel
 from kernels.number_formats.reference import SCALE_BLOCK, ActivationMode, QuantisedRows
+
+VECTORS_PER_PROGRAM = 16
 
 
 class QuantiseConfig(NamedTuple):
@@ -63,3 +65,32 @@ def quantise_activations(
             WIDTH=width, BLOCK=config.block, GROUP=config.group, num_warps=config.num_warps,
         )  # fmt: skip
     return QuantisedRows(values, scales)
+
+
+def pack_index_queries(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Index queries in the format of the index keys (Q4): e2m1 with an e8m0 scale per 32 channels.
+
+    Args:
+        x: [num_rows, num_heads, dim], float32 or bfloat16, contiguous; dim a multiple of 32.
+        out: [num_rows, num_heads, dim / 2 + dim / 32] uint8, contiguous; None allocates.
+
+    Returns:
+        ``out``: nibbles, the even channel low, then scales. The model page's section 10.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    expect_tensor("x", x, (None, None, None), FLOATS)
+    num_rows, num_heads, dim = x.shape
+    if dim % SCALE_BLOCK:
+        raise ValueError(f"x: expected a width that is a multiple of {SCALE_BLOCK}, got {dim}")
+    width = dim // 2 + dim // SCALE_BLOCK
+    out = expect_output("out", out, (num_rows, num_heads, width), torch.uint8, x)
+    expect_dense("out", out)
+    num_vectors = num_rows * num_heads
+    if num_vectors and dim:
+        pack_index_queries_kernel[(triton.cdiv(num_vectors, VECTORS_PER_PROGRAM),)](
+            x, out, num_vectors, DIM=dim, WIDTH=width, ROWS=VECTORS_PER_PROGRAM,
+            HALF=max(SCALE_BLOCK // 2, triton.next_power_of_2(dim // 2)), num_warps=4,
+        )  # fmt: skip
+    return out

@@ -107,6 +107,11 @@ def pack_fp4_index(x: Tensor) -> Tensor:
     return torch.cat([_pack_nibbles(codes.flatten(-2)), exponents], dim=-1)
 
 
+def pack_index_queries_reference(x: Tensor) -> Tensor:
+    """``pack_fp4_index`` of [num_rows, num_heads, n]."""
+    return pack_fp4_index(x)
+
+
 def unpack_fp4_index(packed: Tensor) -> Tensor:
     """Inverse of ``pack_fp4_index``: [..., n / 2 + n / 32] bytes -> [..., n] fp32."""
     num_scales = packed.shape[-1] // (SCALE_BLOCK // 2 + 1)
