@@ -1,7 +1,8 @@
 """Device code of attention at the release's shape on Hopper: 64 heads of 512, packed caches.
 
 A program takes queries in turn, one at a time. Four producer warps gather packed rows and widen them to
-bfloat16 tiles of 64 keys in shared memory; eight consumer warps multiply. A consumer holds one stage at a
+bfloat16 tiles of 64 keys in shared memory, and beside them 0 or -inf for each key, which is all that eight
+consumer warps need to know of keys besides what they multiply. A consumer holds one stage at a
 time (scores, softmax and products in turn), so that producers have the other to fill. Keys come in the order
 of ``kernel.py``. Its bits are not that kernel's, so which of them runs is a matter of shapes alone.
 
@@ -25,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 IS_TRITON_3_6 = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 """Later versions gave the method a public name."""
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 HEADS = gl.constexpr(64)
 HALF = gl.constexpr(256)
 KEYS = gl.constexpr(64)
@@ -214,17 +216,30 @@ def _store_query(q_ptr, q_smem):
 
 
 @gluon.jit
-def _num_entry_tiles(slots_ptr, num_selected, BLOCK_SELECTED: gl.constexpr, layout: gl.constexpr):
+def _load_all_slots(slots_ptr, num_selected, BLOCK_SELECTED: gl.constexpr, layout: gl.constexpr):
+    """All slots of a row; below 0 where there is none."""
+    place = gl.arange(0, BLOCK_SELECTED, layout)
+    return gl.load(slots_ptr + place, mask=place < num_selected, other=-1)
+
+
+@gluon.jit
+def _num_entry_tiles(slots, BLOCK_SELECTED: gl.constexpr, layout: gl.constexpr):
     """Tiles up to the last valid slot; the others would change no bit."""
     place = gl.arange(0, BLOCK_SELECTED, layout)
-    slots = gl.load(slots_ptr + place, mask=place < num_selected, other=-1)
     return gl.cdiv(gl.max(gl.where(slots >= 0, place + 1, 0), 0), KEYS)
+
+
+@gluon.jit
+def _load_tile_keys(ptr, first, limit):
+    """Rows or slots of a tile, one a lane; below 0 where there is none."""
+    place = first + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.load(ptr + place, mask=place < limit, other=-1)
 
 
 @gluon.jit
 def _produce(
     q_ptr, ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_rows, num_ring_rows,
-    stride_q_row, q_smem, keys_smem, full, empty, q_full, q_empty,
+    stride_q_row, q_smem, keys_smem, bias_smem, full, empty, q_full, q_empty,
     NUM_SELECTED: gl.constexpr, BLOCK_SELECTED: gl.constexpr, WINDOW_TILES: gl.constexpr,
 ):  # fmt: skip
     """Fill the stages in turn; addresses are two pieces ahead of what is widened, and words one piece."""
@@ -238,7 +253,8 @@ def _produce(
         num_tiles = 0
         if NUM_SELECTED > 0:
             flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            num_tiles = _num_entry_tiles(row_slots_ptr, NUM_SELECTED, BLOCK_SELECTED, flat)
+            all_slots = _load_all_slots(row_slots_ptr, NUM_SELECTED, BLOCK_SELECTED, flat)
+            num_tiles = _num_entry_tiles(all_slots, BLOCK_SELECTED, flat)
         mbarrier.wait(q_empty, query_phase)
         _store_query(q_ptr + row.to(gl.int64) * stride_q_row, q_smem)
         fence_async_shared()
@@ -251,6 +267,7 @@ def _produce(
             stage = count % STAGES
             even, odd = _stage_as_pairs(keys_smem, stage)
             if quarter % 4 == 0:
+                tile_keys = _load_tile_keys(row_window_ptr, quarter // 4 * KEYS, WINDOW_TILES * KEYS)
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
             if quarter + 1 < 4 * WINDOW_TILES:
                 next_packed, next_scale = _load_window(next_keys, ring_ptr, chunk_ptr, num_ring_rows)
@@ -266,6 +283,7 @@ def _produce(
                 packed = next_packed
                 scale = next_scale
             if quarter % 4 == 3:
+                bias_smem.index(stage).store(gl.where(tile_keys >= 0, 0.0, float("-inf")))
                 fence_async_shared()
                 mbarrier.arrive(full.index(stage), count=1)
                 count += 1
@@ -273,6 +291,7 @@ def _produce(
         for n in range(num_tiles):
             stage = count % STAGES
             even, odd = _stage_as_pairs(keys_smem, stage)
+            tile_keys = _load_tile_keys(row_slots_ptr, n * KEYS, NUM_SELECTED)
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
             for half in gl.static_range(2):
                 ahead_packed, ahead_scale = _load_entries(next_slots, entries_ptr)
@@ -286,21 +305,10 @@ def _produce(
                 )
                 entry_packed = ahead_packed
                 entry_scale = ahead_scale
+            bias_smem.index(stage).store(gl.where(tile_keys >= 0, 0.0, float("-inf")))
             fence_async_shared()
             mbarrier.arrive(full.index(stage), count=1)
             count += 1
-
-
-@gluon.jit
-def _tile_keys(
-    window_rows_ptr, slots_ptr, tile, num_selected, WINDOW_TILES: gl.constexpr, layout: gl.constexpr
-):
-    """Rows or slots of a tile; below 0 where there is none."""
-    place = gl.arange(0, KEYS, layout)
-    is_window = tile < WINDOW_TILES
-    ptr = gl.where(is_window, window_rows_ptr + tile * KEYS, slots_ptr + (tile - WINDOW_TILES) * KEYS)
-    limit = gl.where(is_window, WINDOW_TILES * KEYS, num_selected + WINDOW_TILES * KEYS)
-    return gl.load(ptr + place, mask=tile * KEYS + place < limit, other=-1)
 
 
 @gluon.jit
@@ -322,24 +330,16 @@ def _thread_sums(weights):
 
 
 @gluon.jit
-def _weigh(scores, keys, scale_log2, peak, sums):
-    """Softmax weights of a tile relative to the running peak, which moves only when it lies SLACK too low."""
-    scores = gl.where((keys >= 0)[None, :], scores * scale_log2, float("-inf"))
-    excess = gl.max((scores - peak[:, None]).reshape([HEADS * KEYS]), 0)
-    shrink = gl.full_like(peak, 1.0)
-    if excess > SLACK:
-        new_peak = gl.maximum(peak, gl.max(scores, 1))
-        shrink = gl.exp2(peak - new_peak)
-        sums = sums * _thread_sums(gl.zeros_like(scores) + shrink[:, None]) * (8.0 / KEYS)
-        peak = new_peak
-    weights = gl.exp2(scores - peak[:, None])
-    return weights, peak, sums + _thread_sums(weights), shrink, excess
+def _warp_peaks(x):
+    """[64, 64] -> the largest of what each of the eight warps holds: an exchange between lanes only."""
+    split = x.reshape([4, HEADS // 4, 2, KEYS // 2])
+    return gl.max(gl.max(split, 3), 1).reshape([8])
 
 
 @gluon.jit
 def _consume(
-    window_rows_ptr, slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, scale_log2, stride_out_row,
-    q_smem, keys_smem, weights_smem, full, empty, q_full, q_empty,
+    slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, scale_log2, stride_out_row,
+    q_smem, keys_smem, bias_smem, weights_smem, peaks_smem, full, empty, q_full, q_empty,
     NUM_SELECTED: gl.constexpr, BLOCK_SELECTED: gl.constexpr, WINDOW_TILES: gl.constexpr,
     ROPE_HALF: gl.constexpr,
 ):  # fmt: skip
@@ -348,42 +348,62 @@ def _consume(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
     head_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
     key_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    every_peak: gl.constexpr = gl.BlockedLayout([8], [32], [8], [0])
+    sink = gl.load(sink_ptr + gl.arange(0, HEADS, head_layout)) * LOG2_E
+    row_slots_ptr = slots_ptr + gl.program_id(0).to(gl.int64) * NUM_SELECTED
+    if NUM_SELECTED > 0:
+        all_slots = _load_all_slots(row_slots_ptr, NUM_SELECTED, BLOCK_SELECTED, flat)
     count = 0
     query_phase = 0
     for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
-        row_slots_ptr = slots_ptr + row.to(gl.int64) * NUM_SELECTED
-        row_window_ptr = window_rows_ptr + row.to(gl.int64) * (WINDOW_TILES * KEYS)
-        sink = gl.load(sink_ptr + gl.arange(0, HEADS, head_layout)) * LOG2_E
         num_tiles = WINDOW_TILES
         if NUM_SELECTED > 0:
-            flat: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-            num_tiles += _num_entry_tiles(row_slots_ptr, NUM_SELECTED, BLOCK_SELECTED, flat)
+            num_tiles += _num_entry_tiles(all_slots, BLOCK_SELECTED, flat)
         peak = sink
         sums = _thread_sums(gl.zeros([HEADS, KEYS], gl.float32, scores_layout))
         acc_even = gl.zeros([HEADS, HALF], gl.float32, acc_layout)
         acc_odd = gl.zeros([HEADS, HALF], gl.float32, acc_layout)
         mbarrier.wait(q_full, query_phase)
         query_phase ^= 1
-        for tile in range(num_tiles):
+        for _ in range(num_tiles):
             stage = count % STAGES
-            keys = _tile_keys(row_window_ptr, row_slots_ptr, tile, NUM_SELECTED, WINDOW_TILES, key_layout)
             pending = _issue_scores(q_smem, keys_smem, full, count, scores_layout)
+            bias = bias_smem.index(stage).load(key_layout)
             scores = warpgroup_mma_wait(0, deps=[pending])
-            weights, peak, sums, shrink, excess = _weigh(scores, keys, scale_log2, peak, sums)
-            if excess > SLACK:
+            scores = gl.fma(scores, scale_log2 + gl.zeros_like(scores), bias[None, :] + gl.zeros_like(scores))
+            # Weights are relative to the running peak, which moves only when it lies SLACK too low: seldom.
+            # So they are stored before that is known, and one barrier serves both.
+            weights = gl.exp2(scores - peak[:, None])
+            tile_weights = weights_smem.index(stage)
+            tile_weights.store(weights.to(gl.bfloat16))
+            peaks_smem.store(_warp_peaks(scores - peak[:, None]))
+            fence_async_shared()
+            if gl.max(peaks_smem.load(every_peak), 0) > SLACK:
+                new_peak = gl.maximum(peak, gl.max(scores, 1))
+                shrink = gl.exp2(peak - new_peak)
+                sums = sums * _thread_sums(gl.zeros_like(scores) + shrink[:, None]) * (8.0 / KEYS)
+                peak = new_peak
+                weights = gl.exp2(scores - peak[:, None])
+                tile_weights.store(weights.to(gl.bfloat16))
                 factor = gl.convert_layout(shrink, gl.SliceLayout(1, acc_layout))[:, None]
                 acc_even = acc_even * factor
                 acc_odd = acc_odd * factor
-            tile_weights = weights_smem.index(stage)
-            tile_weights.store(weights.to(gl.bfloat16))
-            fence_async_shared()
+                fence_async_shared()
+                thread_barrier()  # here, so that the other way has none to wait at
             next_even = warpgroup_mma(tile_weights, keys_smem.index(2 * stage), acc_even, is_async=True)
             next_odd = warpgroup_mma(tile_weights, keys_smem.index(2 * stage + 1), acc_odd, is_async=True)
+            sums = sums + _thread_sums(weights)
             acc_even, acc_odd = warpgroup_mma_wait(0, deps=[next_even, next_odd])
             mbarrier.arrive(empty.index(stage), count=1)
             count += 1
 
         mbarrier.arrive(q_empty, count=1)
+        # The next row's slots come while this one is stored (the last row's own once more).
+        next_row = gl.minimum(row + gl.num_programs(0), num_rows - 1).to(gl.int64)
+        row_slots_ptr = slots_ptr + next_row * NUM_SELECTED
+        if NUM_SELECTED > 0:
+            all_slots = _load_all_slots(row_slots_ptr, NUM_SELECTED, BLOCK_SELECTED, flat)
         total = gl.convert_layout(gl.sum(gl.sum(sums, 2), 1), head_layout) + gl.exp2(sink - peak)
         factor = gl.convert_layout(KEY_UNIT / total, gl.SliceLayout(1, acc_layout))[:, None]
         channel = gl.arange(0, HALF, gl.SliceLayout(0, acc_layout))
@@ -412,7 +432,9 @@ def hopper_attention_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, HALF], half_tile)
     keys_smem = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, KEYS, HALF], half_tile)
+    bias_smem = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     weights_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, HEADS, KEYS], half_tile)
+    peaks_smem = gl.allocate_shared_memory(gl.float32, [8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -427,9 +449,9 @@ def hopper_attention_kernel(
             (
                 _consume,
                 (
-                    window_rows_ptr, slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_rows,
-                    scale_log2 * KEY_UNIT, stride_out_row,
-                    q_smem, keys_smem, weights_smem, full, empty, q_full, q_empty,
+                    slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, scale_log2 * KEY_UNIT,
+                    stride_out_row, q_smem, keys_smem, bias_smem, weights_smem, peaks_smem,
+                    full, empty, q_full, q_empty,
                     NUM_SELECTED, BLOCK_SELECTED, WINDOW_TILES, ROPE_HALF,
                 ),
             ),
@@ -437,7 +459,7 @@ def hopper_attention_kernel(
                 _produce,
                 (
                     q_ptr, ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_rows,
-                    num_ring_rows, stride_q_row, q_smem, keys_smem, full, empty, q_full, q_empty,
+                    num_ring_rows, stride_q_row, q_smem, keys_smem, bias_smem, full, empty, q_full, q_empty,
                     NUM_SELECTED, BLOCK_SELECTED, WINDOW_TILES,
                 ),
             ),
