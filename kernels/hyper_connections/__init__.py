@@ -1,6 +1,7 @@
 from kernels.hyper_connections.op import (
     NUM_STREAMS,
     choose_config,
+    choose_part,
     collapse_norm,
     expand_streams,
     mix_streams,
@@ -24,6 +25,7 @@ __all__ = [
     "SiteInput",
     "StreamMix",
     "choose_config",
+    "choose_part",
     "collapse_norm",
     "collapse_norm_reference",
     "collapse_streams_reference",

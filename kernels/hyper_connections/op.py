@@ -20,6 +20,7 @@ from kernels.hyper_connections.kernel import (
     mix_product_kernel,
     stream_pass_kernel,
 )
+from kernels.hyper_connections.one_pass import ROWS, STEP, one_pass_kernel
 from kernels.hyper_connections.reference import SiteInput, StreamMix
 
 NUM_STREAMS = 4
@@ -28,7 +29,7 @@ NORM_ROWS = 1
 
 
 class MixConfig(NamedTuple):
-    """Tiles of the pass and of the product: functions of the width alone."""
+    """Tiles of the pass and of the product, where they are two launches: functions of the width alone."""
 
     pass_rows: int
     pass_block: int
@@ -43,6 +44,11 @@ def choose_config(width: int) -> MixConfig:
     block = min(128, triton.next_power_of_2(depth))
     part = triton.cdiv(triton.cdiv(depth, 10), block) * block
     return MixConfig(4, min(512, triton.next_power_of_2(width)), 128, block, part)
+
+
+def choose_part(width: int) -> int | None:
+    """Columns of a part of ``one_pass_kernel``: a function of the width alone. None where it cannot run."""
+    return None if width % STEP.value else min(320, width)
 
 
 def split_mix_weight(fn: Tensor) -> Tensor:
@@ -268,7 +274,7 @@ def _run_pass(
     out_x: Tensor | None = None,
     out_mix: StreamMix | None = None,
 ) -> tuple[Tensor, Tensor, StreamMix]:
-    """The three kernels: ``y`` and ``old_mix`` expand first, ``pre`` and ``norm_weight`` collapse and norm.
+    """All launches: ``y`` and ``old_mix`` expand first, ``pre`` and ``norm_weight`` collapse and norm.
 
     Returns (streams, x, mix); x is ``streams`` where nothing is collapsed.
     """
@@ -293,25 +299,35 @@ def _run_pass(
     mix = _expect_mix(out_mix, num_rows, streams)
     if num_rows == 0:
         return new_streams, x, mix
+    # What runs is a matter of width, dtype and device; the interpreter cannot run the one pass.
+    part = choose_part(width) if is_bf16 and streams.is_cuda else None
     config = choose_config(width)
-    num_parts = triton.cdiv(depth, config.product_part)
-    num_squares = triton.cdiv(width, config.pass_block)
+    num_parts = triton.cdiv(width, part) if part else triton.cdiv(depth, config.product_part)
+    num_squares = triton.cdiv(width, part or config.pass_block)
     shape = (num_parts, num_rows, PARTIAL_WIDTH.value)
     partial = torch.empty(shape, dtype=torch.float32, device=streams.device)
     squares = torch.empty(num_squares, num_rows, 2, dtype=torch.float32, device=streams.device)
     old = mix if old_mix is None else old_mix
-    stream_pass_kernel[(num_squares, triton.cdiv(num_rows, config.pass_rows))](
-        streams if y is None else y, streams, old.post, old.comb, mix.pre if pre is None else pre,
-        new_streams, x, squares,
-        num_rows, 0 if y is None else y.stride(0),
-        WIDTH=width, ROWS=config.pass_rows, BLOCK=config.pass_block,
-        HAS_EXPAND=y is not None, HAS_COLLAPSE=pre is not None, IS_BF16=is_bf16, num_warps=4,
-    )  # fmt: skip
-    mix_product_kernel[(num_parts, triton.cdiv(num_rows, config.product_rows))](
-        new_streams, fn, partial, num_rows,
-        DEPTH=depth, PART=config.product_part, ROWS=config.product_rows, BLOCK=config.product_block,
-        IS_BF16=is_bf16, num_warps=8 if is_bf16 else 4, num_stages=3 if is_bf16 else 1,
-    )  # fmt: skip
+    inputs = (streams if y is None else y, streams, old.post, old.comb, mix.pre if pre is None else pre)
+    steps = {"HAS_EXPAND": y is not None, "HAS_COLLAPSE": pre is not None}
+    stride_y = 0 if y is None else y.stride(0)
+    if part:
+        unit = 1 if stride_y % 8 else 8
+        one_pass_kernel[(num_parts, triton.cdiv(num_rows, ROWS.value))](
+            *inputs, fn, new_streams, x, squares, partial, num_rows, stride_y // unit,
+            WIDTH=width, PART=part, Y_STRIDE_UNIT=unit, **steps, num_warps=4,
+        )  # fmt: skip
+    else:
+        stream_pass_kernel[(num_squares, triton.cdiv(num_rows, config.pass_rows))](
+            *inputs, new_streams, x, squares, num_rows, stride_y,
+            WIDTH=width, ROWS=config.pass_rows, BLOCK=config.pass_block, **steps, IS_BF16=is_bf16,
+            num_warps=4,
+        )  # fmt: skip
+        mix_product_kernel[(num_parts, triton.cdiv(num_rows, config.product_rows))](
+            new_streams, fn, partial, num_rows,
+            DEPTH=depth, PART=config.product_part, ROWS=config.product_rows, BLOCK=config.product_block,
+            IS_BF16=is_bf16, num_warps=8 if is_bf16 else 4, num_stages=3 if is_bf16 else 1,
+        )  # fmt: skip
     num_programs = triton.cdiv(num_rows, FINISH_ROWS)
     if pre is not None:
         num_programs += triton.cdiv(num_rows, NORM_ROWS)

@@ -167,6 +167,8 @@ def stream_cases(
 
 CASES = [
     *stream_cases("fp32-96", 7, 96, torch.float32, (1, 5), False),
-    *stream_cases("bf16-256", 70, 256, torch.bfloat16, (1, 5, 17), True),
+    # Widths in one launch, a last part that is smaller included, and in two.
+    *stream_cases("bf16-352", 70, 352, torch.bfloat16, (1, 5, 17), True),
+    *stream_cases("bf16-80", 70, 80, torch.bfloat16, (1, 5, 17), True),
     *stream_cases("bf16-5120", 300, 5120, torch.bfloat16, (1, 2, 3, 5, 16, 17, 64, 257), True),
 ]

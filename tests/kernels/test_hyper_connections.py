@@ -7,6 +7,7 @@ import torch
 
 from kernels.hyper_connections import (
     choose_config,
+    choose_part,
     collapse_norm,
     expand_streams,
     mix_streams,
@@ -48,6 +49,19 @@ def test_parts_follow_from_the_width_alone() -> None:
     release = choose_config(5120)
     assert (release.product_rows, release.product_part, release.pass_block) == (128, 2048, 512)
     assert choose_config(96).product_part == 128
+    assert [choose_part(width) for width in (5120, 352, 96, 80)] == [320, 320, 96, None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gap", [1, 8])
+def test_rows_of_the_output_may_lie_apart(gap: int) -> None:
+    i = stream_inputs(5, contract_device(), 70, 352, torch.bfloat16)
+    weights = (i["fn"], i["base"], i["scale"])
+    apart = torch.empty(70, 352 + gap, dtype=torch.bfloat16, device=i["y"].device)[:, :352]
+    apart.copy_(i["y"])
+    expected = expand_streams(i["y"], i["streams"], i["post"], i["comb"])
+    got = update_streams(apart, i["streams"], old_mix(i), i["pre"], i["norm_weight"], *weights, **OPTIONS)
+    assert equal_bytes(got.streams, expected)
 
 
 def test_pieces_add_up_to_the_weight() -> None:
