@@ -20,6 +20,10 @@ HEADS = gl.constexpr(32)
 DIM = gl.constexpr(128)
 KEYS = gl.constexpr(32)
 SCALE_BITS = gl.constexpr(0x7F800000)
+# A product starts from these bits, 1.5 * 2^23 as a float, and so ends as 1.5 * 2^23 + the integer.
+START = gl.constexpr(0x4B400000)
+FRACTION = gl.constexpr(2.0**-24)
+WEIGHT_UNIT = gl.constexpr(2.0**-126)
 # Lane 4 r + t holds group t of keys r, r + 8, r + 16 and r + 24; and of heads alike.
 PACKED = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -133,10 +137,17 @@ def _load_query(codes_ptr):
 
 @gluon.jit
 def _add_heads(acc, products, weights, N: gl.constexpr):
-    """Heads in ascending order: products [32, N] int32, weights [32, N], acc [32]; see ``kernel.py``."""
+    """Heads in ascending order: products [32, N] int32, weights [32, N], acc [32].
+
+    The terms are ``kernel.py``'s, by operations that do not wait for the pipe that widens codes: an integer
+    times 2^-24, twice what is positive of it, and weights times 2^-126; a power of two rounds nothing.
+    """
     if N == 1:
-        value = gl.maximum(products.reshape([KEYS]), 0).to(gl.float32, bitcast=True)
-        value = gl.convert_layout(value, LANE, assert_trivial=True)
+        value = gl.convert_layout(products.reshape([KEYS]), LANE, assert_trivial=True)
+        value = gl.fma(
+            value.to(gl.float32, bitcast=True), gl.full_like(acc, FRACTION), gl.full_like(acc, -0.75)
+        )
+        value = value + gl.abs(value)
         weight = gl.convert_layout(weights.reshape([KEYS]), LANE, assert_trivial=True)
         acc = gl.fma(value, weight, acc)
     else:
@@ -148,13 +159,28 @@ def _add_heads(acc, products, weights, N: gl.constexpr):
 
 
 @gluon.jit
-def _entries(blocks_ptr, first, end, visible, FACTOR: gl.constexpr, layout: gl.constexpr):
-    """Numbers of 32 listed entries, 0 where there is none, and which there are."""
-    number = first + gl.arange(0, KEYS, layout)
-    block = gl.load(blocks_ptr + number // FACTOR, mask=number < end, other=-1).to(gl.int32)
-    entry = block * FACTOR + number % FACTOR
-    exists = (block >= 0) & (entry < visible)
-    return gl.where(exists, entry, 0), exists
+def _entries(blocks_ptr, first, end, FACTOR: gl.constexpr, IS_EVEN: gl.constexpr, layout: gl.constexpr):
+    """Numbers of 32 listed entries from ``first`` on, below 0 where there is none."""
+    lane = gl.arange(0, KEYS, layout)
+    if IS_EVEN:
+        first = gl.minimum(first, end - KEYS)
+    if FACTOR <= KEYS:
+        at, place = first // FACTOR + lane // FACTOR, lane % FACTOR
+    else:
+        at, place = (first + lane) // FACTOR, (first + lane) % FACTOR
+    if IS_EVEN:
+        block = gl.load(blocks_ptr + at)
+    else:
+        block = gl.load(blocks_ptr + at, mask=first + lane < end, other=-1)
+    return block.to(gl.int32) * FACTOR + place
+
+
+@gluon.jit
+def _clamped(entry, visible):
+    """An entry that may be read, whatever it is where there is none."""
+    return gl.minimum(entry.to(gl.uint32, bitcast=True), (gl.maximum(visible, 1) - 1).to(gl.uint32)).to(
+        gl.int32
+    )
 
 
 @gluon.jit
@@ -172,7 +198,7 @@ def score_listed_kernel(
     q_codes_ptr, weights_ptr, wide_q_ptr, k_codes_ptr, k_words_ptr, chunks_ptr, visible_ptr, blocks_ptr,
     scores_ptr,
     num_sequence_entries, num_entries, stride_blocks, stride_scores,
-    STRIP: gl.constexpr, FACTOR: gl.constexpr,
+    STRIP: gl.constexpr, FACTOR: gl.constexpr, IS_EVEN: gl.constexpr,
 ):  # fmt: skip
     """One row against STRIP entries of its listed blocks; scores of narrow vectors only are written.
 
@@ -191,24 +217,27 @@ def score_listed_kernel(
     if is_narrow:
         q = _load_query(q_codes_ptr + row * (HEADS * DIM))
         head = gl.arange(0, HEADS, gl.SliceLayout(0, BY_KEY))
-        weights = gl.load(weights_ptr + row * HEADS + head)[None, :]
+        weights = (gl.load(weights_ptr + row * HEADS + head) * WEIGHT_UNIT)[None, :]
         weights = weights + gl.zeros([KEYS, HEADS], gl.float32, BY_KEY)
-        entry, _ = _entries(row_blocks_ptr, strip, end, visible, FACTOR, KEY)
+        entry = _clamped(_entries(row_blocks_ptr, strip, end, FACTOR, IS_EVEN, KEY), visible)
         packed, word = _load_keys(entry, codes_ptr, words_ptr)
-        next_entry, _ = _entries(row_blocks_ptr, strip + KEYS, end, visible, FACTOR, KEY)
+        next_entry = _entries(row_blocks_ptr, strip + KEYS, end, FACTOR, IS_EVEN, KEY)
         for first in range(strip, end, KEYS):
             # Keys are loaded one piece ahead, their numbers two.
-            next_packed, next_word = _load_keys(next_entry, codes_ptr, words_ptr)
-            next_entry, _ = _entries(row_blocks_ptr, first + 2 * KEYS, end, visible, FACTOR, KEY)
-            lane_entry, exists = _entries(row_blocks_ptr, first, end, visible, FACTOR, LANE)
-            own_word = gl.load(words_ptr + lane_entry)
-            zero = gl.zeros([KEYS, HEADS], gl.int32, PRODUCT)
-            products = gl.convert_layout(mma_v2(_widen(packed, word), q, zero), BY_KEY)
+            next_packed, next_word = _load_keys(_clamped(next_entry, visible), codes_ptr, words_ptr)
+            next_entry = _entries(row_blocks_ptr, first + 2 * KEYS, end, FACTOR, IS_EVEN, KEY)
+            lane_entry = _entries(row_blocks_ptr, first, end, FACTOR, IS_EVEN, LANE)
+            exists = lane_entry.to(gl.uint32, bitcast=True) < visible.to(gl.uint32)
+            own_word = gl.load(words_ptr + _clamped(lane_entry, visible))
+            start = gl.full([KEYS, HEADS], START, gl.int32, PRODUCT)
+            products = gl.convert_layout(mma_v2(_widen(packed, word), q, start), BY_KEY)
             total = _add_heads(gl.zeros([KEYS], gl.float32, LANE), products, weights, HEADS)
             score = total * (own_word & SCALE_BITS).to(gl.float32, bitcast=True)
             score = gl.where(exists, score, float("-inf"))
+            is_mine = (own_word >= 0) | ~exists
             number = first + gl.arange(0, KEYS, LANE)
-            is_mine = (number < end) & ((own_word >= 0) | ~exists)
+            if not IS_EVEN:
+                is_mine = is_mine & (number < end)
             gl.store(scores_ptr + row * stride_scores + number, score, mask=is_mine)
             packed = next_packed
             word = next_word

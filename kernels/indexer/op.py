@@ -259,7 +259,7 @@ def _launch_listed(
         queries.codes, queries.scaled_weights, queries.is_wide, codes, words,
         pages.sequences, pages.num_visible, blocks, scores,
         pages.max_entries, num_entries, blocks.stride(0), scores.stride(0),
-        STRIP=LISTED_STRIP, FACTOR=run, num_warps=1, maxnreg=128,
+        STRIP=LISTED_STRIP, FACTOR=run, IS_EVEN=num_entries % KEYS.value == 0, num_warps=1, maxnreg=128,
     )  # fmt: skip
     score_listed_wide_kernel[grid](
         queries.codes, q, queries.scaled_weights, queries.exponents, queries.is_wide, words, any_wide,
