@@ -42,6 +42,37 @@ def run_maxima_kernel(
 
 
 @triton.jit
+def _write_numbers(target, place, number, names_ptr, is_chosen, NAME_FACTOR: tl.constexpr):
+    """Chosen numbers, by name where there are names, to their places."""
+    if names_ptr is not None:
+        name = tl.load(names_ptr + number // NAME_FACTOR, mask=is_chosen, other=0)
+        number = name.to(tl.int32) * NAME_FACTOR + number % NAME_FACTOR
+    tl.store(target + place, number.to(target.dtype.element_ty), mask=is_chosen)
+
+
+@triton.jit
+def _choose_among_equals(
+    target, order, number, threshold, names_ptr, K: tl.constexpr, NAME_FACTOR: tl.constexpr
+):  # fmt: skip
+    """What is above the threshold, then the first that equal it; -1 behind where there are too few."""
+    above = order > threshold
+    equal = (order == threshold) & (order > 0)
+    num_above = tl.sum(above.to(tl.int32), 0)
+    # One scan counts both: those above in the high half, the equal ones (at most WIDTH) in the low half.
+    both = tl.cumsum((above.to(tl.int32) << 16) | equal.to(tl.int32), 0)
+    above_before = (both >> 16) - above.to(tl.int32)
+    equal_before = (both & 0xFFFF) - equal.to(tl.int32)
+    room = K - num_above
+    is_chosen = above | (equal & (equal_before < room))
+    place = above_before + tl.minimum(equal_before, room)
+    _write_numbers(target, place, number, names_ptr, is_chosen, NAME_FACTOR)
+    num_chosen = num_above + tl.minimum(tl.sum(equal.to(tl.int32), 0), room)
+    padding = tl.arange(0, triton.next_power_of_2(K))
+    nothing = tl.full([triton.next_power_of_2(K)], -1, target.dtype.element_ty)
+    tl.store(target + padding, nothing, mask=(padding >= num_chosen) & (padding < K))
+
+
+@triton.jit
 def select_kernel(
     values_ptr, limits_ptr, parents_ptr, names_ptr, selected_ptr,
     num_values, stride_values, stride_parents, stride_names, stride_selected,
@@ -72,12 +103,14 @@ def select_kernel(
         exists = number < tl.minimum(limit, num_values)
         is_there = number < num_values
     value = tl.load(values_ptr + row * stride_values + number, mask=is_there, other=float("-inf"))
+    value = tl.where(exists, value, float("-inf"))
     if PIN:
         value = tl.where(number == limit - 1, float("inf"), value)
-    # Order-preserving bits of a float, above 0 for what can be chosen; -0.0 equals 0.0.
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
-    order = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
-    order = tl.where(exists & (value > float("-inf")), order, 0)
+    # Order-preserving bits of a float, above 0 for what can be chosen; -0.0 becomes 0.0.
+    value += 0.0
+    bits = value.to(tl.int32, bitcast=True)
+    order = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+    order = tl.where(value > float("-inf"), order, 0)
     # GROUPS >= K groups: K values are at or above the least of their maxima, and none is above the greatest.
     # The K-th best shares the bits that those two share; the search ends where exactly K are left.
     peaks = tl.max(order, 1)
@@ -98,22 +131,13 @@ def select_kernel(
         count = tl.where(num_at_least >= K, num_at_least, count)
         threshold = tl.where(num_at_least >= K, probe, threshold)
         bit = bit >> 1
-    above = order > threshold
-    equal = (order == threshold) & (order > 0)
-    num_above = tl.sum(above.to(tl.int32), 0)
-    # One scan counts both: those above in the high half, the equal ones (at most WIDTH) in the low half.
-    both = tl.cumsum((above.to(tl.int32) << 16) | equal.to(tl.int32), 0)
-    above_before = (both >> 16) - above.to(tl.int32)
-    equal_before = (both & 0xFFFF) - equal.to(tl.int32)
-    room = K - num_above
-    is_chosen = above | (equal & (equal_before < room))
-    place = above_before + tl.minimum(equal_before, room)
-    if names_ptr is not None:
-        name = tl.load(names_ptr + row * stride_names + number // NAME_FACTOR, mask=is_chosen, other=0)
-        number = name.to(tl.int32) * NAME_FACTOR + number % NAME_FACTOR
     target = selected_ptr + row * stride_selected
-    tl.store(target + place, number.to(selected_ptr.dtype.element_ty), mask=is_chosen)
-    num_chosen = num_above + tl.minimum(tl.sum(equal.to(tl.int32), 0), room)
-    padding = tl.arange(0, triton.next_power_of_2(K))
-    nothing = tl.full([triton.next_power_of_2(K)], -1, selected_ptr.dtype.element_ty)
-    tl.store(target + padding, nothing, mask=(padding >= num_chosen) & (padding < K))
+    row_names_ptr = names_ptr
+    if names_ptr is not None:
+        row_names_ptr += row * stride_names
+    if count == K:
+        is_chosen = order >= threshold
+        place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+        _write_numbers(target, place, number, row_names_ptr, is_chosen, NAME_FACTOR)
+    else:
+        _choose_among_equals(target, order, number, threshold, row_names_ptr, K, NAME_FACTOR)
