@@ -145,12 +145,12 @@ def _lane_sums(x):
 def one_pass_kernel(
     y_ptr, x_ptr, post_ptr, comb_ptr, pre_ptr, fn_ptr, out_ptr, collapsed_ptr, squares_ptr, partial_ptr,
     num_rows, y_stride_units,
-    WIDTH: gl.constexpr, PART: gl.constexpr, Y_STRIDE_UNIT: gl.constexpr,
+    WIDTH: gl.constexpr, PART: gl.constexpr,
     HAS_EXPAND: gl.constexpr, HAS_COLLAPSE: gl.constexpr,
 ):  # fmt: skip
     """A tile of rows and a part of the width: expand, store, collapse; partial products and sums of squares.
 
-    Rows of ``y`` lie ``y_stride_units * Y_STRIDE_UNIT`` apart: units of 8 are copied 16 bytes at a time.
+    Rows of ``y`` begin at 16 bytes and lie ``8 * y_stride_units`` elements apart.
     """
     DEPTH: gl.constexpr = 4 * WIDTH
     part = gl.program_id(0)
@@ -164,7 +164,7 @@ def one_pass_kernel(
     middle_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 4 * PARTIAL_WIDTH, STEP], SHARED)
     low_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 4 * PARTIAL_WIDTH, STEP], SHARED)
     row0 = gl.program_id(1) * ROWS
-    stride_y_row = y_stride_units * Y_STRIDE_UNIT
+    stride_y_row = 8 * y_stride_units
     first = part * PART
     end = gl.minimum(first + PART, WIDTH)
     _copy_step(

@@ -308,14 +308,15 @@ def _run_pass(
     partial = torch.empty(shape, dtype=torch.float32, device=streams.device)
     squares = torch.empty(num_squares, num_rows, 2, dtype=torch.float32, device=streams.device)
     old = mix if old_mix is None else old_mix
+    if part and y is not None and (y.stride(0) % 8 or y.data_ptr() % 16):
+        y = y.contiguous()  # the one pass copies 16 bytes at a time
     inputs = (streams if y is None else y, streams, old.post, old.comb, mix.pre if pre is None else pre)
     steps = {"HAS_EXPAND": y is not None, "HAS_COLLAPSE": pre is not None}
     stride_y = 0 if y is None else y.stride(0)
     if part:
-        unit = 1 if stride_y % 8 else 8
         one_pass_kernel[(num_parts, triton.cdiv(num_rows, ROWS.value))](
-            *inputs, fn, new_streams, x, squares, partial, num_rows, stride_y // unit,
-            WIDTH=width, PART=part, Y_STRIDE_UNIT=unit, **steps, num_warps=4,
+            *inputs, fn, new_streams, x, squares, partial, num_rows, stride_y // 8,
+            WIDTH=width, PART=part, **steps, num_warps=4,
         )  # fmt: skip
     else:
         stream_pass_kernel[(num_squares, triton.cdiv(num_rows, config.pass_rows))](
