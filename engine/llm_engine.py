@@ -150,9 +150,11 @@ class LLMEngine:
         return self._update(batch, sampled)
 
     def _failed(self, error: RuntimeError) -> EngineDead:
-        if self.runner.group is not None:
-            self.runner.group.abandon()
-        kind = PeerLost if isinstance(error, PeerLost) else EngineDead
+        has_lost_peer, group = isinstance(error, PeerLost), self.runner.group
+        if group is not None:
+            has_lost_peer |= group.has_waited_in_vain
+            group.abandon()
+        kind = PeerLost if has_lost_peer else EngineDead
         return kind(f"the step failed: {error}")
 
     @property

@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -39,6 +41,8 @@ from kernels.number_formats import QuantisedRows
 
 logger = logging.getLogger(__name__)
 
+_WHOLE_WAIT = 0.99  # of its length: a device counts time by a clock of its own
+
 
 def host_rendezvous(host: str) -> TCPStore:
     """Where one group's ranks will find each other, on a free port. It lives as long as what is returned."""
@@ -51,7 +55,14 @@ def host_rendezvous(host: str) -> TCPStore:
 class ExpertGroup:
     """One rank's view of its group. ``connect`` comes after loading, before the first step."""
 
-    def __init__(self, place: ReplicaPlace, *, num_experts: int, num_layers: int) -> None:
+    def __init__(
+        self,
+        place: ReplicaPlace,
+        *,
+        num_experts: int,
+        num_layers: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if num_experts % place.num_ranks:
             raise ConfigError(f"{num_experts} experts cannot be split evenly among {place.num_ranks} ranks")
         self.place = place
@@ -62,6 +73,8 @@ class ExpertGroup:
         self.wants_stop = False
         self.is_over = False
         self.is_busy = False
+        self._clock = clock
+        self._agreed_at = math.inf
         self._num_steps = 0
         self._most_rows = (0,) * num_layers
 
@@ -158,6 +171,18 @@ class ExpertGroup:
         self.is_busy = bool(works.any())
         self.is_over = bool(stops.all()) and not self.is_busy
         self._most_rows = tuple(everyone[:, 3:].amax(0).tolist())
+        self._agreed_at = self._clock()
+
+    @property
+    def has_waited_in_vain(self) -> bool:
+        """Whether a device that fails now did so because another rank did not come to where it waited.
+
+        Such a wait begins after the ranks have agreed on the step, and fails like anything else that a device
+        is asked for. What goes wrong on this rank's own device does so sooner, but for a step that takes as
+        long as a rank is waited for.
+        """
+        waited_s = self._clock() - self._agreed_at
+        return self.peers is not None and waited_s >= _WHOLE_WAIT * self.place.timeout_s
 
     def most_rows(self, layer: int) -> int:
         """Rows of the rank that gives most to this layer's experts in this step."""

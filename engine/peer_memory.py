@@ -11,7 +11,8 @@ again by the next layer's outputs, sent by a rank that passed (1) of that layer;
 their sum over this layer's slots.
 
 A rank that dies leaves the others waiting on their devices. Whoever ends the processes ends that wait; if
-nobody does, it fails on the device after the time that the group has for any answer.
+nobody does, it fails on the device after the time that the group has for any answer. The same becomes of
+those that wait for a rank that stands still; the group tells such a failure from the device's own.
 """
 
 from __future__ import annotations

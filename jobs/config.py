@@ -86,7 +86,7 @@ class OutputSection(_Section):
     prompt_token_ids: bool = False
 
 
-_LEAST_STALL_OF_REPLICA_S = 60.0
+_LEAST_STALL_OF_REPLICA_S = 30.0
 
 
 class ClusterSection(_Section):

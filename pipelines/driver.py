@@ -481,10 +481,13 @@ class Driver:
                     "other ranks of its replica lost it" if silent else "the replica's ranks lost each other"
                 )
                 self._bury_replica(slot, silent, reason)
-            elif state.is_live and now - state.moved_at > limit_s:
-                mates = [(mate, self._slots[mate]) for mate in self._replicas.slots_of(slot)]
-                still = [mate for mate, other in mates if now - other.moved_at > limit_s]
+            elif state.is_live and self._stands_still(slot, now, limit_s):
+                mates = self._replicas.slots_of(slot)
+                still = [mate for mate in mates if self._stands_still(mate, now, limit_s)]
                 self._bury_replica(slot, still, f"its loop stood still for {limit_s:.0f} s")
+
+    def _stands_still(self, slot: int, now: float, limit_s: float) -> bool:
+        return now - self._slots[slot].moved_at > limit_s and not self._replicas.has_lost_peer(slot)
 
     def _has_stopped(self) -> bool:
         live = [state for state in self._slots if state.is_live]

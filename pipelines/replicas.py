@@ -27,6 +27,10 @@ class Replicas:
         """The rank of a slot is dead because it lost another rank, it says."""
         self._bereft.setdefault(slot, now_s)
 
+    def has_lost_peer(self, slot: int) -> bool:
+        """Whether the rank of a slot is dead for that reason: it moves no more, and does not hang."""
+        return slot in self._bereft
+
     def silent_slots(self, slot: int, now_s: float) -> list[int] | None:
         """Those that the bereft ranks of a replica lost; None when there are none, or one may yet say more.
 

@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,14 @@ def build_requests(seed: int, count: int) -> list[Request]:
 
 
 def serve(
-    place: ReplicaPlace, settings: dict[str, Any], requests: list[Request], dies_in: int, told: Queue[Any]
+    place: ReplicaPlace,
+    settings: dict[str, Any],
+    requests: list[Request],
+    dies_in: int,
+    die: Callable[[LLMEngine], None],
+    told: Queue[Any],
 ) -> None:
-    """A rank: run ``requests`` beside the others; or die in the middle of step ``dies_in``."""
+    """A rank: run ``requests`` beside the others; or ``die`` in the middle of step ``dies_in``."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if settings["device"] == "cuda":
         torch.cuda.set_device(place.rank)
@@ -80,7 +85,7 @@ def serve(
         while not engine.is_closed:
             dies_in -= 1
             if dies_in == 0:
-                die_in_an_exchange(engine)
+                die(engine)
             for output in engine.step():
                 outputs[output.request_id] = output
             engine.scheduler.check_integrity()
@@ -105,6 +110,18 @@ def die_in_an_exchange(engine: LLMEngine) -> None:
     group.swap = deadly  # type: ignore[method-assign]
 
 
+def stand_still(engine: LLMEngine) -> None:
+    """Have the process stopped as soon as the ranks have agreed on the step: the others wait for its rows."""
+    assert engine.runner.group is not None
+    agree = engine.runner.group.agree
+
+    def deadly(rows: Sequence[int], *, has_work: bool) -> None:
+        agree(rows, has_work=has_work)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    engine.runner.group.agree = deadly  # type: ignore[method-assign]
+
+
 class Ranks:
     """Processes of one group and what they tell."""
 
@@ -113,6 +130,8 @@ class Ranks:
         settings: dict[str, Any] | list[dict[str, Any]],
         requests: list[list[Request]],
         dies: tuple[int, int] = (-1, 0),
+        die: Callable[[LLMEngine], None] = die_in_an_exchange,
+        timeout_s: float = WAIT_S,
     ) -> None:
         self._rendezvous = host_rendezvous("127.0.0.1")
         self._told: Queue[Any] = SPAWN.Queue()
@@ -120,10 +139,10 @@ class Ranks:
         self.processes = []
         for rank, own in enumerate(requests):
             place = ReplicaPlace(
-                rank=rank, num_ranks=size, host="127.0.0.1", port=self._rendezvous.port, timeout_s=WAIT_S
+                rank=rank, num_ranks=size, host="127.0.0.1", port=self._rendezvous.port, timeout_s=timeout_s
             )
             chosen = settings[rank] if isinstance(settings, list) else settings
-            arguments = (place, chosen, own, dies[1] if rank == dies[0] else 0, self._told)
+            arguments = (place, chosen, own, dies[1] if rank == dies[0] else 0, die, self._told)
             self.processes.append(SPAWN.Process(target=serve, args=arguments, daemon=True))
         for process in self.processes:
             process.start()
@@ -191,6 +210,50 @@ def test_a_rank_killed_in_mid_step_ends_it_for_all_within_seconds(
     assert all(type(answer) is PeerLost for answer in answers.values())
 
 
+@pytest.mark.parametrize(
+    ("is_on_device", "seconds", "kind"),
+    [(True, 30.0, PeerLost), (True, 29.0, EngineDead), (True, 0.0, EngineDead), (False, 30.0, EngineDead)],
+)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_device_that_waited_for_another_rank_in_vain_did_not_fail_itself(
+    monkeypatch: pytest.MonkeyPatch, is_on_device: bool, seconds: float, kind: type[EngineDead], is_late: bool
+) -> None:
+    """Such a wait ends as any failure of a device does, and is told by how long the step took until then."""
+    now = 1000.0
+    place = ReplicaPlace(rank=0, num_ranks=2, host="", port=1, timeout_s=30.0)
+    engine = LLMEngine.build(EngineConfig(**settings_of(MODELS["tiny"])))
+    group = ExpertGroup(place, num_experts=16, num_layers=engine.runner.shape.num_layers, clock=lambda: now)
+    monkeypatch.setattr(group, "swap", lambda blocks: blocks)  # the other rank tells the same
+    monkeypatch.setattr(group, "peers", object() if is_on_device else None)
+    monkeypatch.setattr(engine.runner, "group", group)
+    (request,) = build_requests(1, 1)
+    engine.add_request(request)
+    engine.step()
+    now += 100.0  # between two steps nobody waits on a device
+
+    def fail(*_: object) -> None:
+        nonlocal now
+        now += seconds
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    if is_late:
+        monkeypatch.setattr(engine.runner, "await_device", fail)
+    else:
+        monkeypatch.setattr(engine.runner.model, "forward", fail)
+    with pytest.raises(EngineDead) as told:
+        engine.try_step_only([request.request_id])
+    assert type(told.value) is kind
+
+
+def test_who_waits_for_a_rank_that_stands_still_says_so(started: list[Ranks]) -> None:
+    requests = [build_requests(rank, 2) for rank in range(4)]
+    ranks = Ranks(settings_of(MODELS["tiny"]), requests, dies=(1, 2), die=stand_still, timeout_s=10.0)
+    started.append(ranks)
+    answers = ranks.answers(3)
+    assert sorted(answers) == [0, 2, 3]
+    assert all(type(answer) is PeerLost for answer in answers.values())
+
+
 def test_ranks_of_other_settings_are_refused(started: list[Ranks]) -> None:
     model = MODELS["tiny"]
     started.append(Ranks([settings_of(model), settings_of(model, dtype="bfloat16")], [[], []]))
@@ -210,6 +273,23 @@ def test_a_rank_that_nobody_joins_is_dead_and_experts_are_split_evenly() -> None
         LLMEngine.build(EngineConfig(**settings_of(MODELS["tiny"])), lonely)
     with pytest.raises(ValueError, match=r"rank must lie in 0\.\.1"):
         ReplicaPlace(rank=2, num_ranks=2, host="", port=1)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("counts", [(2, 2), (0, 2)])
+def test_a_gpu_that_waits_for_a_rank_that_stands_still_says_so(
+    started: list[Ranks], counts: tuple[int, int]
+) -> None:
+    """Its device fails; with rows of its own or none, its rank tells that another one is to blame."""
+    settings = settings_of(MODELS["tiny-quant"], device="cuda", dtype="bfloat16", kernel_impl="triton")
+    requests = [build_requests(seed, count) for seed, count in enumerate(counts)]
+    ranks = Ranks(settings, requests, dies=(1, 2), die=stand_still, timeout_s=20.0)
+    started.append(ranks)
+    answers = ranks.answers(3)
+    assert answers["path of 0"] == "peer_memory"
+    print(answers[0])
+    assert type(answers[0]) is PeerLost
 
 
 @pytest.mark.multi_gpu

@@ -226,5 +226,5 @@ def test_ranks_are_counted_in_whole_replicas(name: str) -> None:
 def test_a_replica_needs_time_to_say_which_rank_stands_still() -> None:
     message = refusal("cluster.ranks_per_replica=2", "cluster.stall_timeout_s=12")
     assert message == (
-        "cluster: stall_timeout_s is 12, and for replicas of several ranks at least 60 is needed"
+        "cluster: stall_timeout_s is 12, and for replicas of several ranks at least 30 is needed"
     )

@@ -72,17 +72,31 @@ class OneDies:
         return told + [event for event in events if event[0] not in (0, 1)]
 
 
-@pytest.mark.parametrize(("is_mate_told_first", "is_silent"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("is_mate_told_first", "is_silent", "patience_s"),
+    [
+        (True, False, 0.2),
+        (False, False, 0.2),
+        (True, True, 0.2),
+        pytest.param(True, True, 600.0, id="silent until it counts as hanging"),
+    ],
+)
 def test_a_replica_ends_with_one_of_its_ranks_whose_rows_alone_are_suspects(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_mate_told_first: bool, is_silent: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_mate_told_first: bool,
+    is_silent: bool,
+    patience_s: float,
 ) -> None:
-    monkeypatch.setattr("pipelines.replicas._PATIENCE_S", 0.2)
+    monkeypatch.setattr("pipelines.replicas._PATIENCE_S", patience_s)
     folder = OutputFolder(tmp_path / "out")
     prompts = random_prompts(random.Random(1), 120)
     write_prompts(tmp_path / "in.parquet", prompts)
     driver, fleet = start_run(
         folder, make_plan(tmp_path / "in.parquet", 40), num_slots=4, ranks_per_replica=2
     )
+    if patience_s > 1:
+        driver._stall_timeout_s = 2.0
     death = OneDies(fleet, is_mate_told_first, is_silent)
     assert driver.run() is Outcome.COMMITTED
     output = read_output(folder.path)
@@ -91,6 +105,7 @@ def test_a_replica_ends_with_one_of_its_ranks_whose_rows_alone_are_suspects(
     assert fleet.num_started == 6, "both ranks of the replica, and no other"
     (run,) = read_runs(folder)
     assert sorted(loss.rank for loss in run.losses) == [0, 1]
+    assert [loss.reason for loss in run.losses if loss.rank == 0] == ["rank 1 of its replica died"]
     lines = [path.read_text() for path in folder.deaths.glob("*.jsonl")]
     records = [json.loads(line) for line in "".join(lines).splitlines() if line]
     suspects = {f"in.parquet#{40 * one['shard'] + row}" for one in records for row in one["rows"]}
