@@ -1,4 +1,4 @@
-"""One layer's rows to the ranks of their experts and back, without a model: what the links are used for.
+"""One layer's rows to the ranks of their experts and back, without a model: what travelling adds to experts.
 
 Ranks are processes on a GPU each. Bits are checked before anything is timed. ``--path all_to_all`` takes NCCL
 instead of the ranks' own memory, for comparison.
@@ -19,16 +19,41 @@ from benchmarks.rank_processes import on_ranks
 from engine.config import ReplicaPlace
 from engine.parallel import ExpertExchange, ExpertGroup
 from engine.peer_memory import ExchangeSize
-from kernels.moe import Routes
-from kernels.number_formats import QuantisedRows, quantise_activations
+from kernels.moe import (
+    ExpertWeight,
+    Mxfp4Weight,
+    PreparedMxfp4,
+    Routes,
+    expert_mlp,
+    expert_mlp_at_homes,
+    fastest_experts,
+)
+from kernels.number_formats import SCALE_BLOCK, quantise_activations
 
 WAIT_S = 120.0
 
 
-def outputs(rows: QuantisedRows, routes: Routes, first_expert: int) -> Tensor:
-    """Something that depends on all of a row that travels, and on the expert."""
-    factors = routes.weights + (routes.expert_ids + first_expert) + rows.scales[:, :1]
-    return rows.values.to(torch.bfloat16)[:, None] * factors.to(torch.bfloat16)[:, :, None]
+def random_experts(g: torch.Generator, num_experts: int, outputs: int, inputs: int) -> Mxfp4Weight:
+    """Random codes, exponents close enough for e4m3."""
+    values = torch.randint(
+        0, 256, (num_experts, outputs, inputs // 2), dtype=torch.uint8, generator=g, device=g.device
+    )
+    scales = torch.randint(
+        114,
+        118,
+        (num_experts, outputs, inputs // SCALE_BLOCK),
+        dtype=torch.uint8,
+        generator=g,
+        device=g.device,
+    )
+    return Mxfp4Weight(values, scales)
+
+
+def part_of(weight: ExpertWeight, experts: range) -> ExpertWeight:
+    """Some of prepared experts."""
+    assert isinstance(weight, PreparedMxfp4), "this GPU has no kernels for prepared experts"
+    fields = [field[experts.start : experts.stop] for field in weight[:4]]
+    return PreparedMxfp4(*fields, weight.has_wide, weight.is_gated)
 
 
 def mean_ms(call: Callable[[], object], num_calls: int) -> float:
@@ -49,8 +74,9 @@ def measure(args: argparse.Namespace, place: ReplicaPlace) -> dict[str, float]:
     torch.cuda.set_device(place.rank)
     device = torch.device(f"cuda:{place.rank}")
     text = DIMS["flash"].text
-    hidden, top_k, num_experts = (
-        text[name] for name in ("hidden_size", "num_experts_per_tok", "n_routed_experts")
+    hidden, intermediate, top_k, num_experts = (
+        text[name]
+        for name in ("hidden_size", "moe_intermediate_size", "num_experts_per_tok", "n_routed_experts")
     )
     group = ExpertGroup(place, num_experts=num_experts, num_layers=1)
     size = ExchangeSize(num_rows=args.rows, hidden=hidden, top_k=top_k, dtype=torch.bfloat16, mode="row")
@@ -66,16 +92,37 @@ def measure(args: argparse.Namespace, place: ReplicaPlace) -> dict[str, float]:
     group.agree([args.rows], has_work=True)
     exchange = ExpertExchange(group, 0)
 
+    weights = torch.Generator(device).manual_seed(
+        0
+    )  # the same on all ranks: each knows what all would answer
+    w13, w2 = fastest_experts(
+        random_experts(weights, num_experts, 2 * intermediate, hidden),
+        random_experts(weights, num_experts, hidden, intermediate),
+        torch.bfloat16,
+    )
+    own = [part_of(weight, group.own_experts) for weight in (w13, w2)]
+    options = {"limit": 10.0, "mode": "row", "dtype": torch.bfloat16}
+
+    def keep() -> Tensor:
+        """Experts whose outputs stay here."""
+        return expert_mlp(arrived, here, *own, **options)
+
+    def finish() -> Tensor:
+        """Experts whose outputs go home."""
+        if exchange.homes is None:
+            return exchange.combine(keep(), routes)
+        expert_mlp_at_homes(arrived, here, *own, exchange.homes, **options)
+        return exchange.collect(args.rows)
+
     arrived, here = exchange.dispatch(rows, routes)
-    assert isinstance(arrived, QuantisedRows)
-    slots = outputs(arrived, here, group.own_experts.start)
-    found = exchange.combine(slots, here, routes)
-    if not torch.equal(found, outputs(rows, routes, 0)):
-        raise SystemExit("what came back is not what was sent out")
+    if not torch.equal(finish(), expert_mlp(rows, routes, w13, w2, **options)):
+        raise SystemExit("what came back is not what one rank with all experts computes")
     figures = {
         "dispatch_ms": mean_ms(lambda: exchange.dispatch(rows, routes), args.repeats),
-        "combine_ms": mean_ms(lambda: exchange.combine(slots, here, routes), args.repeats),
+        "experts_ms": mean_ms(keep, args.repeats),
+        "experts_and_return_ms": mean_ms(finish, args.repeats),
     }
+    figures["return_exposed_ms"] = figures["experts_and_return_ms"] - figures["experts_ms"]
     homes = torch.arange(group.size * args.rows, device=device) // args.rows
     is_away = homes != place.rank
     num_slots = int((here.expert_ids[is_away] >= 0).sum())
@@ -85,9 +132,7 @@ def measure(args: argparse.Namespace, place: ReplicaPlace) -> dict[str, float]:
         if other != place.rank
     )
     figures["dispatch_mb"] = num_rows * (hidden + 12 * top_k + 1) / 1e6
-    figures["combine_mb"] = num_slots * hidden * 2 / 1e6
-    for name in ("dispatch", "combine"):
-        figures[f"{name}_gb_per_s"] = figures[f"{name}_mb"] / figures[f"{name}_ms"]
+    figures["return_mb"] = num_slots * hidden * 2 / 1e6
     torch.cuda.synchronize()
     group.agree([0], has_work=False)  # nobody leaves while another one still writes
     group.disconnect()

@@ -61,7 +61,7 @@ _OPS = {
 _KERNELS = (
     (re.compile(r"^(score_|unpack_queries|relay_keys)"), "indexer scoring"),
     # A rank that waits for another does so in the barrier's kernel.
-    (re.compile(r"^(ncclDevKernel|send_rows_|return_slots_)|\bbarrier_kernel\b"), "traffic between ranks"),
+    (re.compile(r"^(ncclDevKernel|send_rows_)|\bbarrier_kernel\b"), "traffic between ranks"),
 )
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}

@@ -36,7 +36,7 @@ from engine.peer_memory import (
     device_key,
     open_peer_memory,
 )
-from kernels.moe import Routes
+from kernels.moe import Routes, SlotHomes
 from kernels.number_formats import QuantisedRows
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,8 @@ class ExpertExchange:
     A buffer has a place for each row and slot of the fullest rank. Every rank is sent all rows, because with
     a handful of slots a row has an expert on most ranks anyway; every slot's output comes back to the place
     of its (row, slot), from the one rank that has the expert. What other ranks send for it is never read.
-    Between ranks that write into each other's memory only what is read travels.
+    Between ranks that write into each other's memory only what is read travels, and outputs do while experts
+    are still at work.
     """
 
     def __init__(self, group: ExpertGroup, layer: int) -> None:
@@ -242,16 +243,23 @@ class ExpertExchange:
         here = Routes(torch.where(is_own, found[1] - own.start, -1), found[2])
         return (QuantisedRows(found[0], found[3]) if is_quantised else found[0]), here
 
-    def combine(self, slots: Tensor, here: Routes, routes: Routes) -> Tensor:
+    @property
+    def homes(self) -> SlotHomes | None:
+        """Where experts store their outputs; None where ``combine`` is to be given them."""
+        return None if self._group.peers is None else self._group.peers.homes
+
+    def collect(self, num_rows: int) -> Tensor:
+        """All experts' outputs of own rows, stored at ``homes``: [num_rows, top_k, hidden]."""
+        assert self._group.peers is not None, "these ranks have no memory in common"
+        return self._group.peers.collect(num_rows)
+
+    def combine(self, slots: Tensor, routes: Routes) -> Tensor:
         """Own experts' outputs for all rows to all experts' for own rows: [num_rows, top_k, hidden].
 
-        ``slots`` are [size * most, top_k, hidden], ``here`` their routes from ``dispatch``, ``routes`` the
-        own rows' as before it.
+        ``slots`` are [size * most, top_k, hidden], ``routes`` the own rows' as before ``dispatch``.
         """
         group = self._group
         num_rows, top_k = routes.expert_ids.shape
-        if group.peers is not None:
-            return group.peers.combine(slots, here, num_rows)
         blocks = slots.view(torch.uint8).view(group.size, -1)
         found = group.swap(blocks).view(slots.dtype).view(group.size, -1, top_k, slots.shape[-1])
         row = torch.arange(num_rows, device=slots.device)[:, None]

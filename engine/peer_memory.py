@@ -3,12 +3,12 @@
 Owns a rank's buffers, who may reach whose, and the order of writes and reads. It knows neither what ranks
 agree on before a step, nor layers.
 
-A layer waits twice for all ranks, on the device. (1) Rows are in every inbox: experts may read. (2) Outputs
-are in every home's slots: they may be summed. That suffices, as all of a rank's work on them is on one
-stream, in order. An inbox is written again by the next layer's rows, sent by a rank that passed (2); all
-ranks came to (2) after their experts, and what sends their outputs, had read their inbox. Slots are written
-again by the next layer's outputs, sent by a rank that passed (1) of that layer; all ranks came to it after
-their sum over this layer's slots.
+A layer waits twice for all ranks, on the device. (1) Rows are in every inbox: experts may read. (2) Outputs,
+which experts store at their rows' homes, are in every home's slots: they may be summed. That suffices, as all
+of a rank's work on them is on one stream, in order. An inbox is written again by the next layer's rows, sent
+by a rank that passed (2); all ranks came to (2) after their experts had read their inbox. Slots are written
+again by the next layer's experts, on a rank that passed (1) of that layer; all ranks came to it after their
+sum over this layer's slots.
 
 A rank that dies leaves the others waiting on their devices. Whoever ends the processes ends that wait; if
 nobody does, it fails on the device after the time that the group has for any answer. The same becomes of
@@ -31,9 +31,9 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from engine.batch import padded
 from engine.models.deepseek_v41_config import DeepseekV41Config
-from kernels.moe import Routes
+from kernels.moe import ALIGNMENT, Routes, SlotHomes
 from kernels.number_formats import SCALE_BLOCK, ActivationMode, QuantisedRows
-from kernels.peer_rows import ALIGNMENT, InboxLayout, return_slots, send_rows
+from kernels.peer_rows import InboxLayout, send_rows
 
 KEY_BYTES = 32
 NO_KEY = bytes(KEY_BYTES)
@@ -80,16 +80,15 @@ class ExchangeSize:
 
 
 class PeerMemory:
-    """One rank's inbox and slots, and the addresses of everyone's.
+    """One rank's inbox and slots, and its ways to everyone's.
 
-    ``memory`` is this rank's, of ``size.num_bytes``, ``addresses`` those of all ranks' in this process.
-    ``wait`` has the device wait until every rank's device got there.
+    ``memories`` are all ranks' in this process, bytes of ``size.num_bytes`` each. ``wait`` has the device
+    wait until every rank's device got there.
     """
 
     def __init__(
         self,
-        memory: Tensor,
-        addresses: Sequence[int],
+        memories: Sequence[Tensor],
         *,
         rank: int,
         num_own: int,
@@ -97,15 +96,20 @@ class PeerMemory:
         wait: Callable[[], None],
     ) -> None:
         self._rank, self._num_own, self._size, self._wait = rank, num_own, size, wait
-        self._num_ranks = len(addresses)
-        assert memory.numel() == size.num_bytes(self._num_ranks), "memory of another size"
-        assert memory.data_ptr() == addresses[rank], "another rank's memory"
-        assert not any(address % ALIGNMENT for address in addresses), "memory that is not aligned"
+        self._num_ranks = len(memories)
+        for memory in memories:
+            assert memory.numel() == size.num_bytes(self._num_ranks), "memory of another size"
+            assert memory.data_ptr() % ALIGNMENT == 0, "memory that is not aligned"
         inbox_bytes = size.inbox_bytes(self._num_ranks)
-        self._inbox = memory[:inbox_bytes]
-        self._slots = memory[inbox_bytes:].view(size.dtype).view(size.num_rows, size.top_k, size.hidden)
-        self._inboxes = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
-        self._homes = self._inboxes + inbox_bytes
+        slots = [
+            memory[inbox_bytes:].view(size.dtype).view(size.num_rows, size.top_k, size.hidden)
+            for memory in memories
+        ]
+        device = memories[rank].device
+        self._inbox, self._slots = memories[rank][:inbox_bytes], slots[rank]
+        addresses = [memory.data_ptr() for memory in memories]
+        self._inboxes = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.homes = SlotHomes.of(slots, device)
 
     @property
     def num_bytes(self) -> int:
@@ -115,7 +119,7 @@ class PeerMemory:
     def dispatch(
         self, rows: QuantisedRows | Tensor, routes: Routes, most: int
     ) -> tuple[QuantisedRows | Tensor, Routes]:
-        """All ranks' rows, ``most`` of each, where they were written: valid until ``combine`` has returned.
+        """All ranks' rows, ``most`` of each, where they were written: valid until ``collect`` has returned.
 
         This rank's experts are numbered from 0; all others are -1, and a row with none of them is anything.
         """
@@ -129,12 +133,11 @@ class PeerMemory:
         dtype = rows.values.dtype if isinstance(rows, QuantisedRows) else rows.dtype
         return layout.rows(self._inbox, dtype), layout.routes(self._inbox)
 
-    def combine(self, slots: Tensor, here: Routes, num_rows: int) -> Tensor:
-        """Own experts' outputs to their homes; all experts' outputs of own rows, [num_rows, top_k, hidden].
+    def collect(self, num_rows: int) -> Tensor:
+        """All experts' outputs of own rows, [num_rows, top_k, hidden], once all ranks' are in ``homes``.
 
-        ``here`` is what ``dispatch`` returned. The result is valid until the next layer's ``combine``.
+        The result is valid until the next layer's experts run.
         """
-        return_slots(slots, here.expert_ids, self._homes)
         self._wait()
         return self._slots[:num_rows]
 
@@ -172,15 +175,15 @@ def open_peer_memory(
     handle = symmetric_memory.rendezvous(memory, group)
     # Every rank's memory lies as far into its allocation as this one's.
     start = memory.data_ptr() - handle.buffer_ptrs[rank]
+    # An allocation lives as long as the tensor that it was made for: the own one is kept, not a view of it.
+    memories = [
+        memory if other == rank else handle.get_buffer(other, memory.shape, memory.dtype, start)
+        for other in range(num_ranks)
+    ]
+    found = [memory.data_ptr() for memory in memories]
+    assert found == [address + start for address in handle.buffer_ptrs], "views of other places"
 
     def wait() -> None:
         handle.barrier(channel=0, timeout_ms=int(1e3 * timeout_s))
 
-    return PeerMemory(
-        memory,
-        [address + start for address in handle.buffer_ptrs],
-        rank=rank,
-        num_own=num_own,
-        size=size,
-        wait=wait,
-    )
+    return PeerMemory(memories, rank=rank, num_own=num_own, size=size, wait=wait)

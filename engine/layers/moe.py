@@ -39,6 +39,11 @@ class MoE:
         self._ops = ops
         self._exchange = exchange
         self._dtype, self._device = reader.dtype, reader.device
+        self._expert_options = {
+            "limit": config.swiglu_limit,
+            "mode": activations.mode,
+            "dtype": reader.dtype,
+        }
         gate = reader.tensor(f"{prefix}.gate.weight", (experts, hidden), torch.float32)
         self._gate = ops.gate_weight(gate, reader.dtype)
         self._bias = reader.tensor(f"{prefix}.gate.bias", (experts,), torch.float32)
@@ -87,16 +92,13 @@ class MoE:
     ) -> Tensor:
         """Outputs of every slot of own rows, each from the rank that has its expert."""
         all_rows, here = exchange.dispatch(rows, routes)
-        return exchange.combine(self._slots(all_rows, here), here, routes)
+        if exchange.homes is None:
+            return exchange.combine(self._slots(all_rows, here), routes)
+        self._ops.expert_mlp_at_homes(
+            all_rows, here, self._w13, self._w2, exchange.homes, **self._expert_options
+        )
+        return exchange.collect(len(routes.expert_ids))
 
     def _slots(self, rows: QuantisedRows | Tensor, routes: Routes) -> Tensor:
         """Outputs of every slot whose expert is held here."""
-        return self._ops.expert_mlp(
-            rows,
-            routes,
-            self._w13,
-            self._w2,
-            limit=self._config.swiglu_limit,
-            mode=self._activations.mode,
-            dtype=self._dtype,
-        )
+        return self._ops.expert_mlp(rows, routes, self._w13, self._w2, **self._expert_options)

@@ -61,6 +61,7 @@ class Ops:
     fp32_linear: Callable[..., Tensor]
     route_tokens: Callable[..., Routes]
     expert_mlp: Callable[..., Tensor]
+    expert_mlp_at_homes: Callable[..., None]
     swiglu: Callable[..., Tensor]
     combine_experts: Callable[..., Tensor]
 

@@ -317,10 +317,10 @@ def _store_hidden(
 
 @gluon.jit
 def _store_slots(
-    acc, factor, row_scale_ptr, order_ptr, out_ptr, first, end, channel,
-    WIDTH: gl.constexpr, HAS_ROW_SCALE: gl.constexpr,
+    acc, factor, row_scale_ptr, order_ptr, out_ptr, homes_ptr, slots_per_home, first, end, channel,
+    WIDTH: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, HAS_HOMES: gl.constexpr,
 ):  # fmt: skip
-    """[64, COLUMNS] sums -> their slots' rows [COLUMNS, 64]."""
+    """[64, COLUMNS] sums -> their slots' rows [COLUMNS, 64], each in its home where there are several."""
     COLUMNS: gl.constexpr = acc.shape[1]
     columns: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -331,15 +331,24 @@ def _store_slots(
     wide: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     narrow = gl.convert_layout(_narrowed(acc), wide)
     position = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, wide))
-    slot = gl.load(order_ptr + position, mask=position < end, other=0).to(gl.int64)
+    slot = gl.load(order_ptr + position, mask=position < end, other=0)
     channel = channel + gl.arange(0, 64, gl.SliceLayout(1, wide))
-    gl.store(out_ptr + slot[None, :] * WIDTH + channel[:, None], narrow, mask=(position < end)[None, :])
+    if HAS_HOMES:
+        home = slot // slots_per_home
+        slot = slot - home * slots_per_home
+        address = gl.load(homes_ptr + home).to(gl.pointer_type(gl.bfloat16))
+        row_ptrs = gl.multiple_of(address, [16]) + slot.to(gl.int64) * WIDTH
+    else:
+        row_ptrs = out_ptr + slot.to(gl.int64) * WIDTH
+    gl.store(row_ptrs[None, :] + channel[:, None], narrow, mask=(position < end)[None, :])
 
 
 @gluon.jit
 def _store(
-    acc, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, first, end, column, limit,
+    acc, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+    first, end, column, limit,
     GROUP: gl.constexpr, WIDTH: gl.constexpr, IS_GATED: gl.constexpr, HAS_ROW_SCALE: gl.constexpr,
+    HAS_HOMES: gl.constexpr,
 ):  # fmt: skip
     """A piece of at most 64 columns of a tile."""
     if IS_GATED:
@@ -351,8 +360,9 @@ def _store(
     else:
         channel = column * 128 + GROUP * 64
         _store_slots(
-            acc, factor, row_scale_ptr, order_ptr, out_ptr, first, end, channel, WIDTH, HAS_ROW_SCALE
-        )
+            acc, factor, row_scale_ptr, order_ptr, out_ptr, homes_ptr, slots_per_home, first, end, channel,
+            WIDTH, HAS_ROW_SCALE, HAS_HOMES,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -374,11 +384,11 @@ def _tile_of(
 
 @gluon.jit
 def _consume(
-    tiles_ptr, wide_ptr, base_ptr, row_scale_ptr, order_ptr, route_ptr, out_ptr, num_items, limit,
-    x_smem, packed_smem, scale_smem, full, empty,
+    tiles_ptr, wide_ptr, base_ptr, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+    num_items, limit, x_smem, packed_smem, scale_smem, full, empty,
     GROUP: gl.constexpr, WIDTH: gl.constexpr, NUM_COLUMNS: gl.constexpr, NUM_BLOCKS: gl.constexpr,
     STAGES: gl.constexpr, BOX: gl.constexpr, IS_GATED: gl.constexpr, IS_FP8: gl.constexpr,
-    HAS_ROW_SCALE: gl.constexpr, HAS_WIDE: gl.constexpr, WANT_WIDE: gl.constexpr,
+    HAS_ROW_SCALE: gl.constexpr, HAS_HOMES: gl.constexpr, HAS_WIDE: gl.constexpr, WANT_WIDE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile."""
     count = 0
@@ -408,20 +418,20 @@ def _consume(
             q0, q1 = _halves(left)
             q2, q3 = _halves(right)
             _store(
-                q0, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, first, end, column, limit,
-                GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE,
+                q0, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+                first, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
             )  # fmt: skip
             _store(
-                q1, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, first + BOX, end, column, limit,
-                GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE,
+                q1, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+                first + BOX, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
             )  # fmt: skip
             _store(
-                q2, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, first + 2 * BOX, end, column, limit,
-                GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE,
+                q2, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+                first + 2 * BOX, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
             )  # fmt: skip
             _store(
-                q3, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, first + 3 * BOX, end, column, limit,
-                GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE,
+                q3, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+                first + 3 * BOX, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
             )  # fmt: skip
             count += NUM_BLOCKS
         elif num_rows > BOX:
@@ -431,12 +441,12 @@ def _consume(
             )  # fmt: skip
             left, right = _halves(acc)
             _store(
-                left, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, first, end, column, limit,
-                GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE,
+                left, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+                first, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
             )  # fmt: skip
             _store(
-                right, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, first + BOX, end, column, limit,
-                GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE,
+                right, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+                first + BOX, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
             )  # fmt: skip
             count += NUM_BLOCKS
         elif num_rows > 0:
@@ -445,8 +455,8 @@ def _consume(
                 GROUP, NUM_BLOCKS, STAGES, BOX, IS_FP8,
             )  # fmt: skip
             _store(
-                acc, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, first, end, column, limit,
-                GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE,
+                acc, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+                first, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
             )  # fmt: skip
             count += NUM_BLOCKS
 
@@ -514,18 +524,19 @@ def _produce(
             count += NUM_BLOCKS
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["slots_per_home"])
 def hopper_expert_kernel(
     x_desc, packed_desc, scale_desc, base_ptr, wide_ptr, row_scale_ptr, order_ptr, tiles_ptr, route_ptr,
-    out_ptr, num_items, limit,
+    out_ptr, homes_ptr, slots_per_home, num_items, limit,
     WIDTH: gl.constexpr, NUM_COLUMNS: gl.constexpr, NUM_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     BOX: gl.constexpr, IS_GATED: gl.constexpr, IS_FP8: gl.constexpr, HAS_ROW_SCALE: gl.constexpr,
-    HAS_WIDE: gl.constexpr, WANT_WIDE: gl.constexpr,
+    HAS_HOMES: gl.constexpr, HAS_WIDE: gl.constexpr, WANT_WIDE: gl.constexpr,
 ):  # fmt: skip
     """``x`` [num_slots, depth] in sorted order, columns in that of ``prepare_experts``, e4m3 or bfloat16.
 
     Tiles have up to 4 * BOX rows and cost as if they had one, two or four times BOX.
-    Gated: activated hidden rows [num_slots, WIDTH] in sorted order; else slots' rows [num_slots, WIDTH].
+    Gated: activated hidden rows [num_slots, WIDTH] in sorted order; else slots' rows [num_slots, WIDTH] in
+    ``out`` or, with homes, at the address of the home of every ``slots_per_home`` slots.
     """
     HALVES: gl.constexpr = 1 if IS_FP8 else 2
     dtype: gl.constexpr = gl.float8e4nv if IS_FP8 else gl.bfloat16
@@ -547,19 +558,19 @@ def hopper_expert_kernel(
             (
                 _consume,
                 (
-                    tiles_ptr, wide_ptr, base_ptr, row_scale_ptr, order_ptr, route_ptr, out_ptr, num_items,
-                    limit, x_smem, packed_smem, scale_smem, full, empty,
+                    tiles_ptr, wide_ptr, base_ptr, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr,
+                    slots_per_home, num_items, limit, x_smem, packed_smem, scale_smem, full, empty,
                     0, WIDTH, NUM_COLUMNS, NUM_BLOCKS, STAGES, BOX, IS_GATED, IS_FP8, HAS_ROW_SCALE,
-                    HAS_WIDE, WANT_WIDE,
+                    HAS_HOMES, HAS_WIDE, WANT_WIDE,
                 ),
             ),
             (
                 _consume,
                 (
-                    tiles_ptr, wide_ptr, base_ptr, row_scale_ptr, order_ptr, route_ptr, out_ptr, num_items,
-                    limit, x_smem, packed_smem, scale_smem, full, empty,
+                    tiles_ptr, wide_ptr, base_ptr, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr,
+                    slots_per_home, num_items, limit, x_smem, packed_smem, scale_smem, full, empty,
                     1, WIDTH, NUM_COLUMNS, NUM_BLOCKS, STAGES, BOX, IS_GATED, IS_FP8, HAS_ROW_SCALE,
-                    HAS_WIDE, WANT_WIDE,
+                    HAS_HOMES, HAS_WIDE, WANT_WIDE,
                 ),
             ),
             (

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.moe.homes import SlotHomes
 from kernels.moe.hopper import hopper_expert_kernel
 from kernels.moe.kernel import place_rows_kernel
 from kernels.moe.reference import Routes
@@ -64,7 +65,7 @@ class SortedRows:
 
 def _launch(
     rows: Tensor, scales: Tensor | None, weight: PreparedMxfp4, plan: Plan, routes: Routes, out: Tensor,
-    limit: float, box: int, want_wide: bool,
+    homes: SlotHomes | None, limit: float, box: int, want_wide: bool,
 ) -> None:  # fmt: skip
     """One product of sorted rows in one number format."""
     depth, width = rows.shape[1], out.shape[-1]
@@ -84,35 +85,40 @@ def _launch(
     hopper_expert_kernel[(min(num_items, num_programs),)](
         x_desc, packed_desc, scale_desc, weight.bases, weight.is_wide,
         routes.weights if scales is None else scales, plan.order, plan.tiles,
-        routes.weights, out, num_items, limit,
+        routes.weights, out, out if homes is None else homes.addresses,
+        0 if homes is None else routes.weights.numel() // len(homes.memories), num_items, limit,
         WIDTH=width, NUM_COLUMNS=num_columns, NUM_BLOCKS=depth // 128,
         STAGES=STAGES[box, rows.dtype], BOX=box, IS_GATED=weight.is_gated, IS_FP8=is_fp8,
-        HAS_ROW_SCALE=scales is not None,
+        HAS_ROW_SCALE=scales is not None, HAS_HOMES=homes is not None,
         HAS_WIDE=scales is not None and weight.has_wide, WANT_WIDE=want_wide, num_warps=4,
     )  # fmt: skip
 
 
 def product(
-    rows: SortedRows, weight: PreparedMxfp4, plan: Plan, routes: Routes, out: Tensor, limit: float, box: int
-) -> None:
-    """In e4m3 where there is one scale a row; in bfloat16 what does not fit into it, and all other modes."""
+    rows: SortedRows, weight: PreparedMxfp4, plan: Plan, routes: Routes, out: Tensor, limit: float, box: int,
+    homes: SlotHomes | None = None,
+) -> None:  # fmt: skip
+    """In e4m3 where there is one scale a row; in bfloat16 what does not fit into it, and all other modes.
+
+    With ``homes`` slots go there, and ``out`` says only what they are like.
+    """
     if rows.fp8 is not None:
-        _launch(rows.fp8, rows.scales, weight, plan, routes, out, limit, box, want_wide=False)
+        _launch(rows.fp8, rows.scales, weight, plan, routes, out, homes, limit, box, want_wide=False)
     if rows.bf16 is not None:
-        _launch(rows.bf16, rows.scales, weight, plan, routes, out, limit, box, want_wide=True)
+        _launch(rows.bf16, rows.scales, weight, plan, routes, out, homes, limit, box, want_wide=True)
 
 
 def prepared_expert_mlp(
     x: Tensor | QuantisedRows, routes: Routes, w13: PreparedMxfp4, w2: PreparedMxfp4, limit: float,
-    mode: ActivationMode, out: Tensor,
+    mode: ActivationMode, out: Tensor, homes: SlotHomes | None,
 ) -> None:  # fmt: skip
-    """``expert_mlp`` on weights from ``prepare_experts``."""
+    """``expert_mlp`` on weights from ``prepare_experts``; ``out`` and ``homes`` as for ``product``."""
     num_rows, top_k = routes.expert_ids.shape
     intermediate = w2.values.shape[2] * 128
     box = choose_box(num_rows)
     plan = plan_slots(routes.expert_ids, w13.values.shape[0], 4 * box)
     rows = SortedRows(x, plan.position, top_k, mode, has_wide=w13.has_wide)
-    hidden = torch.empty(num_rows * top_k, intermediate, dtype=torch.bfloat16, device=out.device)
+    hidden = torch.empty(num_rows * top_k, intermediate, dtype=torch.bfloat16, device=plan.order.device)
     product(rows, w13, plan, routes, hidden, limit, box)
     rows = SortedRows(hidden, plan.position, 1, mode, has_wide=w2.has_wide)
-    product(rows, w2, plan, routes, out, limit, box)
+    product(rows, w2, plan, routes, out, limit, box, homes)

@@ -136,16 +136,18 @@ def _load_weight(
         return tl.load(w_ptr + row[:, None] * DEPTH + column[None, :], mask=is_in, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_per_home"])
 def expert_product_kernel(
-    x_ptr, w_ptr, scale_ptr, order_ptr, tiles_ptr, weights_ptr, out_ptr, limit,
+    x_ptr, w_ptr, scale_ptr, order_ptr, tiles_ptr, weights_ptr, out_ptr, homes_ptr, slots_per_home, limit,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, IS_GATED: tl.constexpr,
-    IS_FP4: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_HOMES: tl.constexpr, IS_FP4: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of an expert's rows and outputs.
 
     Gated: ``x`` [num_rows, DEPTH] is read by slot, the weight has 2 * WIDTH rows, and the activated hidden
-    rows go to ``out`` [num_slots, WIDTH] in sorted order. Otherwise sorted rows go to ``out`` by slot.
+    rows go to ``out`` [num_slots, WIDTH] in sorted order. Otherwise sorted rows go to ``out`` by slot or,
+    with homes, to the address of the home of every ``slots_per_home`` slots.
     """
     num_columns: tl.constexpr = (WIDTH + OUTPUTS - 1) // OUTPUTS
     tile_ptr = tiles_ptr + (tl.program_id(0) // num_columns) * 3
@@ -181,7 +183,12 @@ def expert_product_kernel(
         z = silu_product(z.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), limit)
         z = z * tl.load(weights_ptr + slot, mask=is_row, other=0.0)[:, None]
         target = position.to(tl.int64)
-    out_ptrs = out_ptr + target[:, None] * WIDTH + output[None, :]
+    row_ptrs = out_ptr + target * WIDTH
+    if HAS_HOMES:
+        home = slot // slots_per_home
+        address = tl.load(homes_ptr + home, mask=is_row, other=0).to(tl.pointer_type(dtype))
+        row_ptrs = tl.multiple_of(address, [16]) + (slot - home * slots_per_home) * WIDTH
+    out_ptrs = row_ptrs[:, None] + output[None, :]
     tl.store(out_ptrs, z.to(dtype), mask=is_row[:, None] & is_output[None, :])
 
 

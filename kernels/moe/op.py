@@ -1,6 +1,7 @@
 """Experts on the device: every slot's output, the shared expert's activation, the sum.
 
-Owns checks, tile choice and launches. Which ids are local, and what travels between ranks, is the caller's.
+Owns checks, tile choice and launches. Which ids are local, and when another rank's memory may be written, is
+the caller's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton
 from torch import Tensor
 
 from kernels.argument_checks import FLOATS, expect_dense, expect_output, expect_tensor
+from kernels.moe.homes import SlotHomes
 from kernels.moe.hopper_op import prepared_expert_mlp
 from kernels.moe.kernel import (
     combine_experts_kernel,
@@ -107,16 +109,20 @@ def _product(
     out: Tensor,
     limit: float,
     is_gated: bool,
+    homes: SlotHomes | None = None,
 ) -> None:
-    """One grouped product into ``out``; see ``expert_product_kernel``."""
+    """One grouped product into ``out``, or into ``homes`` that are like it; see ``expert_product_kernel``."""
     depth, width = x.shape[1], out.shape[-1]
     config = choose_config(depth, width, x.dtype)
     values, scales = (weight, weight) if isinstance(weight, Tensor) else weight
     grid = (plan.tiles.shape[0] * triton.cdiv(width, config.outputs),)
     expert_product_kernel[grid](
-        x, values, scales, plan.order, plan.tiles, routes.weights, out, limit,
+        x, values, scales, plan.order, plan.tiles, routes.weights, out,
+        out if homes is None else homes.addresses,
+        0 if homes is None else routes.expert_ids.numel() // len(homes.memories), limit,
         DEPTH=depth, WIDTH=width, TOP_K=routes.expert_ids.shape[1], IS_GATED=is_gated,
-        IS_FP4=not isinstance(weight, Tensor), ROWS=config.rows, OUTPUTS=config.outputs, BLOCK=config.block,
+        HAS_HOMES=homes is not None, IS_FP4=not isinstance(weight, Tensor),
+        ROWS=config.rows, OUTPUTS=config.outputs, BLOCK=config.block,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -154,6 +160,50 @@ def expert_mlp(
     Raises:
         ValueError: an argument is not as described.
     """
+    dtype = _expect_arguments(x, routes, w13, w2, mode, dtype)
+    rows = x.values if isinstance(x, QuantisedRows) else x
+    out = expect_output("out", out, (*routes.expert_ids.shape, rows.shape[1]), dtype, rows)
+    expect_dense("out", out)
+    _expert_mlp(x, routes, w13, w2, limit, mode, out, None)
+    return out
+
+
+def expert_mlp_at_homes(
+    x: Tensor | QuantisedRows,
+    routes: Routes,
+    w13: ExpertWeight,
+    w2: ExpertWeight,
+    homes: SlotHomes,
+    *,
+    limit: float,
+    mode: ActivationMode,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """The same slots, each stored into the memory of the rank whose row it is of, while products go on.
+
+    Args:
+        x: rows of all ranks, rank by rank, as many of each; these and the others are as for ``expert_mlp``.
+        homes: of each rank. A row's place in its home is its place among its rank's rows.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    dtype = _expect_arguments(x, routes, w13, w2, mode, dtype)
+    rows = x.values if isinstance(x, QuantisedRows) else x
+    num_rows, top_k = routes.expert_ids.shape
+    homes.expect(num_rows, top_k, rows.shape[1], dtype, like=rows)
+    _expert_mlp(x, routes, w13, w2, limit, mode, homes.memories[0], homes)
+
+
+def _expect_arguments(
+    x: Tensor | QuantisedRows,
+    routes: Routes,
+    w13: ExpertWeight,
+    w2: ExpertWeight,
+    mode: ActivationMode,
+    dtype: torch.dtype | None,
+) -> torch.dtype:
+    """Refuse what is not as ``expert_mlp`` describes; the dtype of the result."""
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode}")
     if isinstance(x, QuantisedRows):
@@ -173,27 +223,39 @@ def expert_mlp(
     ids, weights = routes
     expect_tensor("routes.expert_ids", ids, (num_rows, None), (torch.int64,), like=values)
     expect_tensor("routes.weights", weights, tuple(ids.shape), (torch.float32,), like=values)
-    top_k = ids.shape[1]
-    out = expect_output("out", out, (num_rows, top_k, width), dtype, values)
-    expect_dense("out", out)
-    if num_rows == 0:
-        return out
+    return dtype
+
+
+def _expert_mlp(
+    x: Tensor | QuantisedRows,
+    routes: Routes,
+    w13: ExpertWeight,
+    w2: ExpertWeight,
+    limit: float,
+    mode: ActivationMode,
+    out: Tensor,
+    homes: SlotHomes | None,
+) -> None:
+    """Into ``out``, or into ``homes`` that are like it."""
+    num_slots = routes.expert_ids.numel()
+    if num_slots == 0:
+        return
     if isinstance(w13, PreparedMxfp4) and isinstance(w2, PreparedMxfp4):
-        prepared_expert_mlp(x, routes, w13, w2, limit, mode, out)
-        return out
+        prepared_expert_mlp(x, routes, w13, w2, limit, mode, out, homes)
+        return
     assert not isinstance(w13, PreparedMxfp4)
     assert not isinstance(w2, PreparedMxfp4)
-    plan = plan_slots(ids, experts, choose_config(width, intermediate, dtype).rows)
+    experts, width, intermediate = weight_shape(w2)
+    plan = plan_slots(routes.expert_ids, experts, choose_config(width, intermediate, out.dtype).rows)
     if isinstance(x, QuantisedRows):
-        rows = _widen_rows(x, mode, dtype)
+        rows = _widen_rows(x, mode, out.dtype)
     else:
         rows = x if mode == "none" else _round_rows(x, mode)
-    hidden = torch.empty(num_rows * top_k, intermediate, dtype=dtype, device=values.device)
+    hidden = torch.empty(num_slots, intermediate, dtype=out.dtype, device=rows.device)
     _product(rows, w13, plan, routes, hidden, limit, is_gated=True)
     if mode != "none":
         hidden = _round_rows(hidden, mode)
-    _product(hidden, w2, plan, routes, out, limit, is_gated=False)
-    return out
+    _product(hidden, w2, plan, routes, out, limit, is_gated=False, homes=homes)
 
 
 def swiglu(gate_and_up: Tensor, weights: Tensor | None, *, limit: float, out: Tensor | None = None) -> Tensor:

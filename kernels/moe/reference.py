@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.linear import linear_reference
+from kernels.moe.homes import SlotHomes
 from kernels.moe.prepared import expert_matrix
 from kernels.moe.weights import ExpertWeight, weight_shape
 from kernels.number_formats import (
@@ -109,6 +110,31 @@ def expert_mlp_reference(
     # A padding row repeats a real one: both write the same bytes.
     out[padded] = _grouped_linear(_rounded(hidden, mode), sizes, w2)
     return out.view(num_rows, top_k, -1)
+
+
+def expert_mlp_at_homes_reference(
+    x: Tensor | QuantisedRows,
+    routes: Routes,
+    w13: ExpertWeight,
+    w2: ExpertWeight,
+    homes: SlotHomes,
+    *,
+    limit: float,
+    mode: ActivationMode,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """The slots of ``expert_mlp_reference``, each into the memory of the rank whose row it is of.
+
+    Args:
+        x: rows of all ranks, rank by rank, as many of each; the others are as for ``expert_mlp_reference``.
+    """
+    slots = expert_mlp_reference(x, routes, w13, w2, limit=limit, mode=mode, dtype=dtype)
+    most = len(slots) // len(homes.memories)
+    for memory, own, ids in zip(
+        homes.memories, slots.split(most), routes.expert_ids.split(most), strict=True
+    ):
+        row, slot = torch.nonzero(ids >= 0, as_tuple=True)
+        memory[row, slot] = own[row, slot]
 
 
 def _rounded(x: Tensor, mode: ActivationMode) -> Tensor:

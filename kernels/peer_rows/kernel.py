@@ -10,15 +10,6 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def _copy_words(source_ptrs, target_ptrs, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """WORDS words of 8 bytes, two an access: both places lie on 16 bytes."""
-    for start in tl.static_range(0, WORDS, BLOCK):
-        word = start + tl.arange(0, BLOCK)
-        words = tl.load(source_ptrs + word, mask=word < WORDS)
-        tl.store(target_ptrs + word, words, mask=word < WORDS)
-
-
 @triton.jit(do_not_specialize=["rank"])
 def send_rows_kernel(
     values_ptr, ids_ptr, weights_ptr, scales_ptr, inboxes_ptr, num_rows, most, rank,
@@ -47,19 +38,8 @@ def send_rows_kernel(
             scales = tl.load(scales_ptr + row * SCALES + part, mask=part < SCALES)
             scales_ptrs = (inbox + scales_at).to(tl.pointer_type(tl.uint8)) + place * SCALES + part
             tl.store(scales_ptrs, scales, mask=part < SCALES)
-        values = tl.multiple_of(inbox.to(tl.pointer_type(tl.int64)), 16) + place * WORDS
-        _copy_words(values_ptr + row * WORDS, values, WORDS, BLOCK)
-
-
-@triton.jit
-def return_slots_kernel(
-    slots_ptr, ids_ptr, homes_ptr, most,
-    SIZE: tl.constexpr, TOP_K: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One slot of one row: to its place in the memory of the row's rank, if its expert is held here."""
-    home = tl.program_id(0) % SIZE
-    number = (tl.program_id(0) // SIZE).to(tl.int64)
-    source = home.to(tl.int64) * most * TOP_K + number
-    if tl.load(ids_ptr + source) >= 0:
-        target = tl.multiple_of(tl.load(homes_ptr + home).to(tl.pointer_type(tl.int64)), 16)
-        _copy_words(slots_ptr + source * WORDS, target + number * WORDS, WORDS, BLOCK)
+        target_ptr = tl.multiple_of(inbox.to(tl.pointer_type(tl.int64)), 16) + place * WORDS
+        for start in tl.static_range(0, WORDS, BLOCK):
+            word = start + tl.arange(0, BLOCK)
+            words = tl.load(values_ptr + row * WORDS + word, mask=word < WORDS)
+            tl.store(target_ptr + word, words, mask=word < WORDS)

@@ -1,4 +1,4 @@
-"""Rows to the ranks of their experts and outputs back, stored straight into those ranks' memory.
+"""Rows to the ranks of their experts, stored straight into those ranks' memory.
 
 Owns the layout of an inbox, checks and launches. Where the memory is, who may write to it and when what was
 written may be read is the caller's: a launch only copies.
@@ -13,12 +13,10 @@ import triton
 from torch import Tensor
 
 from kernels.argument_checks import FLOATS, expect_tensor
-from kernels.moe import Routes
+from kernels.moe import ALIGNMENT, Routes
 from kernels.number_formats import QuantisedRows
-from kernels.peer_rows.kernel import return_slots_kernel, send_rows_kernel
+from kernels.peer_rows.kernel import send_rows_kernel
 
-ALIGNMENT = 16
-"""Bytes of one access. Every address and every row of values or outputs is a multiple of it."""
 _VALUES = (*FLOATS, torch.float8_e4m3fn)
 
 
@@ -79,10 +77,6 @@ class InboxLayout:
         return inbox[start : start + num_rows * width].view(dtype).view(num_rows, -1)
 
 
-def _block(num_words: int) -> int:
-    return min(1024, triton.next_power_of_2(num_words))
-
-
 def send_rows(
     rows: QuantisedRows | Tensor, routes: Routes, inboxes: Tensor, layout: InboxLayout, *,
     rank: int, num_own: int,
@@ -128,37 +122,6 @@ def send_rows(
         values.view(torch.int64), routes.expert_ids, routes.weights, scales.view(torch.uint8), inboxes,
         num_rows, layout.most, rank, layout.ids_at, layout.weights_at, layout.scales_at,
         SIZE=layout.size, NUM_OWN=num_own, TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k),
-        WORDS=num_words, BLOCK=_block(num_words), SCALES=layout.num_scales,
+        WORDS=num_words, BLOCK=min(1024, triton.next_power_of_2(num_words)), SCALES=layout.num_scales,
         BLOCK_SCALES=triton.next_power_of_2(max(1, layout.num_scales)), num_warps=4,
-    )  # fmt: skip
-
-
-def return_slots(slots: Tensor, expert_ids: Tensor, homes: Tensor) -> None:
-    """Write outputs to the ranks whose rows they are of: a row's place there is its place among that rank's.
-
-    Args:
-        slots: [size * most, top_k, hidden], float32 or bfloat16, all ranks' rows rank by rank.
-        expert_ids: [size * most, top_k] int64, -1 for a slot that is another rank's to answer: it is not
-            sent.
-        homes: [size] int64, addresses of each rank's [most, top_k, hidden].
-
-    Raises:
-        ValueError: an argument is not as described.
-    """
-    expect_tensor("slots", slots, (None, None, None), FLOATS)
-    num_rows, top_k, hidden = slots.shape
-    expect_tensor("expert_ids", expert_ids, (num_rows, top_k), (torch.int64,), like=slots)
-    expect_tensor("homes", homes, (None,), (torch.int64,), like=slots)
-    size = homes.shape[0]
-    num_bytes = hidden * slots.element_size()
-    if num_rows % size:
-        raise ValueError(f"slots: expected as many rows of each of {size} ranks, got {num_rows}")
-    if num_bytes % ALIGNMENT:
-        raise ValueError(f"slots: expected whole {ALIGNMENT} bytes a slot, got {num_bytes}")
-    if num_rows == 0:
-        return
-    num_words = num_bytes // 8
-    return_slots_kernel[(num_rows * top_k,)](
-        slots.view(torch.int64), expert_ids, homes, num_rows // size,
-        SIZE=size, TOP_K=top_k, WORDS=num_words, BLOCK=_block(num_words), num_warps=4,
     )  # fmt: skip

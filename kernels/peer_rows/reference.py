@@ -32,11 +32,3 @@ def send_rows_reference(
             found = found.values
         assert isinstance(found, Tensor)
         found.view(torch.uint8)[start:end][is_sent] = values.view(torch.uint8)[is_sent]
-
-
-def return_slots_reference(slots: Tensor, expert_ids: Tensor, homes: Sequence[Tensor]) -> None:
-    """As the op, but for homes as tensors [most or more, top_k, hidden]."""
-    most = len(slots) // len(homes)
-    for home, mine, ids in zip(homes, slots.split(most), expert_ids.split(most), strict=True):
-        row, slot = torch.nonzero(ids >= 0, as_tuple=True)
-        home[row, slot] = mine[row, slot]

@@ -5,12 +5,14 @@ Kernels run in the interpreter where there is no GPU; real ranks on real GPUs ar
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from engine.peer_memory import ExchangeSize, PeerMemory
-from kernels.moe import Routes, expert_mlp_reference
+from kernels.moe import Routes, expert_mlp, expert_mlp_at_homes
 from kernels.number_formats import ActivationMode, QuantisedRows, quantise_activations_reference
 from tests.kernels.contract import contract_device, equal_bytes
 from tests.kernels.moe_cases import uneven_ids
@@ -22,7 +24,8 @@ class SimulatedGroup:
     """Ranks whose memory is ordinary tensors; what each does between two waits is done in turn."""
 
     def __init__(self, num_ranks: int, mode: ActivationMode, dtype: torch.dtype) -> None:
-        self.mode, self.dtype, self.device = mode, dtype, contract_device()
+        self.device = contract_device()
+        self.options: dict[str, Any] = {"limit": 7.0, "mode": mode, "dtype": dtype}
         self.size = ExchangeSize(num_rows=MOST, hidden=HIDDEN, top_k=TOP_K, dtype=dtype, mode=mode)
         self.num_own, self.num_waits = NUM_EXPERTS // num_ranks, 0
         memories = [
@@ -30,15 +33,8 @@ class SimulatedGroup:
             for _ in range(num_ranks)
         ]
         self.ranks = [
-            PeerMemory(
-                memory,
-                [other.data_ptr() for other in memories],
-                rank=rank,
-                num_own=self.num_own,
-                size=self.size,
-                wait=self._wait,
-            )
-            for rank, memory in enumerate(memories)
+            PeerMemory(memories, rank=rank, num_own=self.num_own, size=self.size, wait=self._wait)
+            for rank in range(num_ranks)
         ]
         g = torch.Generator().manual_seed(5)
         self.w13 = torch.randn(NUM_EXPERTS, 2 * INNER, HIDDEN, generator=g).to(self.device, dtype)
@@ -47,20 +43,20 @@ class SimulatedGroup:
     def _wait(self) -> None:
         self.num_waits += 1
 
-    def slots(self, rows: QuantisedRows | Tensor, routes: Routes, experts: slice) -> Tensor:
-        options = {"limit": 7.0, "mode": self.mode, "dtype": self.dtype}
-        return expert_mlp_reference(rows, routes, self.w13[experts], self.w2[experts], **options)
+    def slots(self, rows: QuantisedRows | Tensor, routes: Routes) -> Tensor:
+        """What one rank with all experts computes."""
+        return expert_mlp(rows, routes, self.w13, self.w2, **self.options)
 
     def exchange(self, given: list[tuple[QuantisedRows | Tensor, Routes]]) -> list[Tensor]:
         most = max(len(routes.expert_ids) for _, routes in given)
         arrived = [peer.dispatch(*one, most) for peer, one in zip(self.ranks, given, strict=True)]
-        found = []  # all have sent: what arrived is whole
+        # All have sent: what arrived is whole.
         for rank, (rows, here) in enumerate(arrived):
             own = slice(rank * self.num_own, (rank + 1) * self.num_own)
-            found.append((self.slots(rows, here, own), here))
+            homes = self.ranks[rank].homes
+            expert_mlp_at_homes(rows, here, self.w13[own], self.w2[own], homes, **self.options)
         return [
-            peer.combine(*one, len(routes.expert_ids))
-            for peer, one, (_, routes) in zip(self.ranks, found, given, strict=True)
+            peer.collect(len(routes.expert_ids)) for peer, (_, routes) in zip(self.ranks, given, strict=True)
         ]
 
 
@@ -95,7 +91,7 @@ def test_slots_are_those_of_one_rank_step_after_step(
         for found, (rows, routes) in zip(group.exchange(given), given, strict=True):
             assert found.shape == (len(routes.expert_ids), TOP_K, HIDDEN)
             if len(found):
-                assert equal_bytes(found, group.slots(rows, routes, slice(0, NUM_EXPERTS)))
+                assert equal_bytes(found, group.slots(rows, routes))
     assert group.num_waits == 2 * len(steps) * len(steps[0])
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.moe import (
+    ExpertWeight,
     Mxfp4Weight,
     Routes,
+    SlotHomes,
     can_prepare,
     combine_experts,
     expert_mlp,
+    expert_mlp_at_homes,
+    expert_mlp_at_homes_reference,
     expert_mlp_reference,
     fastest_experts,
     prepare_experts,
@@ -106,6 +114,70 @@ def test_experts_in_parts_give_the_bytes_of_all_of_them(mode: ActivationMode, is
     assert equal_bytes(found, whole)
     nowhere = Routes(torch.full_like(i["ids"], -1), i["weights"])
     assert mlp(rows, nowhere, w13, w2, limit=1.0, mode=mode, dtype=dtype).shape == whole.shape
+
+
+def at_homes(
+    write: Callable[..., None], x: Tensor, routes: Routes, w13: ExpertWeight, w2: ExpertWeight, *,
+    num_homes: int, mode: ActivationMode, poison: int,
+) -> Tensor:  # fmt: skip
+    """All homes one behind the other, without the two rows behind the last of each: these stay as they were."""
+    num_rows, top_k = routes.expert_ids.shape
+    most = num_rows // num_homes
+    shape = (num_homes, most + 2, top_k, x.shape[1])
+    memory = torch.full((math.prod(shape) * x.element_size(),), poison, dtype=torch.uint8, device=x.device)
+    homes = memory.view(x.dtype).view(shape)
+    write(x, routes, w13, w2, SlotHomes.of(list(homes), x.device), limit=1.0, mode=mode, dtype=x.dtype)
+    assert bool((homes[:, most:].contiguous().view(torch.uint8) == poison).all()), "rows that are nobody's"
+    return homes[:, :most].reshape(num_rows, top_k, -1)
+
+
+@pytest.mark.parametrize("num_homes", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["release", "row", "none"])
+@pytest.mark.parametrize("kind", ["small", pytest.param("prepared", marks=pytest.mark.gpu)])
+def test_slots_stored_at_their_homes_are_the_bytes_of_slots_kept_here(
+    kind: str, mode: ActivationMode, num_homes: int
+) -> None:
+    device = contract_device()
+    shapes = [{**SMALL, "num_rows": 12}]
+    if kind == "prepared":
+        needs_hopper()
+        shapes = [{**TILED, "num_rows": 12}, {**TILED, "num_rows": 700}]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for shape in shapes:
+        i = expert_inputs(6, device, **shape, dtype=dtype, is_fp4=True, spread=30)
+        weights = [expert_weight(i, name) for name in ("w13", "w2")]
+        if kind == "prepared":
+            weights = [prepare_experts(w, is_gated=n == 0) for n, w in enumerate(weights)]
+        ids = torch.where(i["ids"] % 3 == 1, -1, i["ids"])  # held elsewhere
+        routes = Routes(ids, i["weights"])
+        options = {"num_homes": num_homes, "mode": mode}
+        for poison in (0xFF, 0xA5):
+            kept = torch.full((*ids.shape, shape["hidden"]), 0, dtype=dtype, device=device)
+            kept.view(torch.uint8).fill_(poison)
+            expert_mlp(i["x"], routes, *weights, limit=1.0, mode=mode, out=kept)
+            found = at_homes(expert_mlp_at_homes, i["x"], routes, *weights, **options, poison=poison)
+            assert equal_bytes(found, kept)
+        wanted = expert_mlp_reference(i["x"], routes, *weights, limit=1.0, mode=mode)
+        found = at_homes(expert_mlp_at_homes_reference, i["x"], routes, *weights, **options, poison=1)
+        assert equal_bytes(found[ids >= 0], wanted[ids >= 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda homes: homes[:, :3], r"expected memory for 4 rows, got 3"),
+        (lambda homes: homes.repeat(2, 1, 1, 1)[:3], r"expected as many rows of each of 3 ranks, got 8"),
+        (lambda homes: homes.bfloat16(), r"memories: expected dtype"),
+        (lambda homes: homes[..., :64], r"memories: expected shape"),
+    ],
+)
+def test_homes_that_do_not_fit_are_refused(change: Callable[[Tensor], Tensor], message: str) -> None:
+    i = expert_inputs(0, torch.device("cpu"), **{**SMALL, "num_rows": 8}, dtype=torch.float32, is_fp4=True)
+    homes = SlotHomes.of(list(change(torch.zeros(2, 4, 2, 96)).contiguous()), torch.device("cpu"))
+    routes = Routes(i["ids"], i["weights"])
+    weights = [expert_weight(i, name) for name in ("w13", "w2")]
+    with pytest.raises(ValueError, match=f"^homes.*{message}"):
+        expert_mlp_at_homes(i["x"], routes, *weights, homes, limit=1.0, mode="row")
 
 
 def needs_hopper() -> None:
