@@ -13,7 +13,7 @@ COMMANDS = {
 }
 OTHERS = (
     "decoder_prefill, engram, engram_rows, exactness_cost, host_memory, job_overhead, make_checkpoint, "
-    "peer_rows: python -m benchmarks.NAME --help"
+    "peer_rows, scaling: python -m benchmarks.NAME --help"
 )
 
 
