@@ -26,7 +26,7 @@ def tree_sum(x: Tensor, dim: int = -1, *, keepdim: bool = False) -> Tensor:
         raise ValueError(f"x: needs an axis {dim} of length >= 1, got shape {tuple(x.shape)}")
     while x.shape[dim] > 1:
         n = x.shape[dim]
-        half = n // 2
-        pairs = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        first, second = (x.narrow(dim, 0, n - 1) if n % 2 else x).chunk(2, dim)
+        pairs = first + second
         x = torch.cat([pairs, x.narrow(dim, n - 1, 1)], dim=dim) if n % 2 else pairs
     return x if keepdim else x.squeeze(dim)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.number_formats import QuantisedRows, dequantise_activations, dequantise_fp8_weight
@@ -44,13 +45,14 @@ def linear_reference(x: Tensor, weight: Tensor) -> Tensor:
     tile = CPU_ROW_TILE if x.device.type == "cpu" else CUDA_ROW_TILE
     num_rows = x.shape[0]
     transposed = weight.t()
-    out = x.new_empty(num_rows, weight.shape[0])
     whole = num_rows - num_rows % tile
+    if whole == 0:
+        return torch.mm(F.pad(x, (0, 0, 0, tile - num_rows)), transposed)[:num_rows]
+    out = x.new_empty(num_rows, weight.shape[0])
     for start in range(0, whole, tile):
         torch.mm(x[start : start + tile], transposed, out=out[start : start + tile])
     if whole < num_rows:
-        padded = x.new_zeros(tile, x.shape[1])
-        padded[: num_rows - whole] = x[whole:]
+        padded = F.pad(x[whole:], (0, 0, 0, tile - num_rows + whole))
         out[whole:] = torch.mm(padded, transposed)[: num_rows - whole]
     return out
 

@@ -39,7 +39,7 @@ def _ceil_power_of_two(ratio: Tensor) -> Tensor:
 def e8m0_to_float(exponents: Tensor) -> Tensor:
     """fp32 value ``2^(byte - 127)`` of e8m0 bytes (uint8); byte 0 is ``2^-127``."""
     normal = exponents.to(torch.int32) << 23
-    return torch.where(exponents == 0, torch.full_like(normal, 0x400000), normal).view(torch.float32)
+    return torch.where(exponents == 0, 0x400000, normal).view(torch.float32)
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:
@@ -74,7 +74,9 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     grid = torch.tensor(_E2M1_GRID, dtype=torch.float32, device=packed.device)
     values = torch.cat([grid, -grid])
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # [256, 2]
-    return pairs[packed.to(torch.int64)].flatten(-2)
+    # A byte's two values are fetched as one number of eight bytes: several times as fast on a CPU.
+    found = pairs.view(torch.int64).flatten().index_select(0, packed.flatten().to(torch.int32))
+    return found.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def fp8_scales(x: Tensor, block: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -218,3 +219,16 @@ def test_a_wrong_argument_is_named() -> None:
 def test_blocks_cover_the_row() -> None:
     assert choose_quantise_config(5120, "release")[:2] == (8192, 32)
     assert choose_quantise_config(100, "row")[:2] == (128, 128)
+
+
+@pytest.mark.parametrize(
+    ("pack", "unpack"),
+    [(pack_fp8, unpack_fp8), (pack_fp4_index, unpack_fp4_index), (pack_fp4_entry, unpack_fp4_entry)],
+)
+def test_no_rows_unpack_to_no_rows(
+    pack: Callable[[Tensor], Tensor], unpack: Callable[[Tensor], Tensor]
+) -> None:
+    """As where no row of a tile has selected anything."""
+    packed = pack(torch.ones(5, 1, 32))
+    assert unpack(packed[:, :0]).shape == (5, 0, 32)
+    assert unpack(packed[:0, 0]).shape == (0, 32)
