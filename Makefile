@@ -8,7 +8,8 @@ STAMP := $(VENV)/.installed
 CODE := $(wildcard jobs pipelines engine kernels tests examples benchmarks)
 
 export OMP_NUM_THREADS = 1
-export PYTHONDONTWRITEBYTECODE = 1
+# Bytecode is kept: tests start Python by the hundred, and each would compile our sources anew.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test torture check clean
@@ -39,4 +40,5 @@ check: $(STAMP) ## Lint, format, types and the import rule
 	$(BIN)/python -m pytest -q tests/test_layering.py
 
 clean: ## Remove .venv and caches
+	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build
