@@ -64,10 +64,10 @@ def mix_streams_reference(
     comb = (z[:, 2 * k :] * scale[2] + base[2 * k :]).t().contiguous().view(k, k, num_rows)
     comb = torch.exp(comb - comb.amax(1, keepdim=True))
     comb = comb / tree_sum(comb, 1, keepdim=True) + eps
-    comb /= tree_sum(comb, 0, keepdim=True).add_(eps)
+    comb /= tree_sum(comb, 0, keepdim=True) + eps
     for _ in range(num_iterations - 1):
-        comb /= tree_sum(comb, 1, keepdim=True).add_(eps)
-        comb /= tree_sum(comb, 0, keepdim=True).add_(eps)
+        comb /= tree_sum(comb, 1, keepdim=True) + eps
+        comb /= tree_sum(comb, 0, keepdim=True) + eps
     return StreamMix(pre, post, comb.permute(2, 0, 1).contiguous())
 
 
