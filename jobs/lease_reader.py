@@ -19,7 +19,7 @@ from engine import Request, RequestRejected
 from engine.api import SAMPLING_FIELDS
 from jobs.shard_cache import ShardCache
 from pipelines.chat import CHAT_COLUMNS
-from pipelines.ledger import Lease
+from pipelines.rank_protocol import Lease
 from pipelines.shared_prefixes import shared_prefix_ends
 from pipelines.sink import JournalWriter
 from pipelines.source import Shard

@@ -30,10 +30,9 @@ from engine import (
 from jobs.environment import describe_environment
 from jobs.lease_reader import LeaseReader, Renderer
 from jobs.shard_cache import ShardCache
-from pipelines.ledger import Lease, LeaseReport
 from pipelines.manifest import OutputFolder, Tally
 from pipelines.plan import Plan
-from pipelines.rank_protocol import Orders, RankReport
+from pipelines.rank_protocol import Lease, LeaseReport, Orders, RankReport
 from pipelines.reasoning import ReasoningSplitter, split_output
 from pipelines.schema import FinishedRow
 from pipelines.sink import NOT_IN_STEP, JournalWriter, publish_shard

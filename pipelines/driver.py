@@ -19,11 +19,11 @@ from engine.errors import ConfigError
 from pipelines.commits import try_read_commit
 from pipelines.deaths import DeathLog
 from pipelines.leasing import RankSpeeds, choose_leases
-from pipelines.ledger import Lease, Ledger
+from pipelines.ledger import Ledger
 from pipelines.manifest import OutputFolder, Tally
 from pipelines.metrics import MetricsListener, RowCounts, RunWatch
 from pipelines.plan import Plan
-from pipelines.rank_protocol import Fleet, Orders, RankDied, RankReport
+from pipelines.rank_protocol import Fleet, Lease, Orders, RankDied, RankReport
 from pipelines.replicas import Replicas
 from pipelines.report import RunRecord, read_status
 from pipelines.report_page import write_reports

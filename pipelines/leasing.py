@@ -10,7 +10,8 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping
 
-from pipelines.ledger import Lease, Ledger
+from pipelines.ledger import Ledger
+from pipelines.rank_protocol import Lease
 
 _HALF_LIFE_S = 300.0
 _MIN_MEASURED_S = 30.0

@@ -18,51 +18,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipelines.manifest import Tally
+from pipelines.rank_protocol import Lease, LeaseReport
 from pipelines.row_costs import RowCosts, find_early, order_rows
 from pipelines.sink import JournalState
 from pipelines.source import Shard
 from pipelines.suspects import Suspects
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """Rows of one shard, as half-open ranges, for one rank.
-
-    ``tokens_at_deaths``: of suspects, how many tokens each had when ranks died. ``is_solo``: suspects of
-    which one runs at a time, with nothing beside it.
-    """
-
-    lease_id: int
-    shard_index: int
-    ranges: tuple[tuple[int, int], ...]
-    tokens_at_deaths: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    is_solo: bool = False
-
-    @property
-    def is_of_suspects(self) -> bool:
-        """Whether its rows were in flight when a rank died."""
-        return bool(self.tokens_at_deaths)
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows are leased."""
-        return sum(stop - start for start, stop in self.ranges)
-
-    @property
-    def rows(self) -> list[int]:
-        """The rows themselves."""
-        return [row for start, stop in self.ranges for row in range(start, stop)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseReport:
-    """How far a rank is with a lease. ``is_done``: every row is journaled and the journal is closed."""
-
-    lease_id: int
-    num_read: int
-    num_ok: int
-    num_error: int
-    is_done: bool = False
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from engine import Request
 from jobs.lease_reader import LeaseReader
 from jobs.shard_cache import ShardCache
-from pipelines.ledger import Lease
 from pipelines.manifest import OutputFolder, write_plan
+from pipelines.rank_protocol import Lease
 from pipelines.sink import JournalWriter, read_journal_state
 from pipelines.source import RowReader
 from tests.small_jobs import TokenRenderer, make_plan, write_prompts

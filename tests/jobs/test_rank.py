@@ -22,10 +22,9 @@ from engine import (
     SamplingParams,
 )
 from jobs.worker import RankWorker, Serving
-from pipelines.ledger import Lease
 from pipelines.manifest import OutputFolder, write_plan
 from pipelines.plan import Plan
-from pipelines.rank_protocol import Orders, RankReport
+from pipelines.rank_protocol import Lease, Orders, RankReport
 from pipelines.sink import read_journal_state, read_lease_state
 from pipelines.suspects import NO_STEP_YET
 from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine, expected_token_ids

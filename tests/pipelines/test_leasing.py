@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from pipelines.leasing import RankSpeeds, choose_leases
-from pipelines.ledger import Lease, LeaseReport, Ledger
+from pipelines.ledger import Ledger
+from pipelines.rank_protocol import Lease, LeaseReport
 from pipelines.row_costs import RowCosts
 from pipelines.source import Shard
 

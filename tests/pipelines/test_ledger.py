@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from pipelines.ledger import Lease, LeaseReport, Ledger
+from pipelines.ledger import Ledger
 from pipelines.manifest import Tally
+from pipelines.rank_protocol import Lease, LeaseReport
 from pipelines.sink import JournalState
 from pipelines.source import Shard
 

@@ -8,7 +8,8 @@ from itertools import count
 import pytest
 
 from pipelines.leasing import choose_leases
-from pipelines.ledger import Lease, LeaseReport, Ledger
+from pipelines.ledger import Ledger
+from pipelines.rank_protocol import Lease, LeaseReport
 from pipelines.sink import JournalState
 from pipelines.source import Shard
 from pipelines.suspects import NO_STEP_YET, Suspects
