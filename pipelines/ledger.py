@@ -6,20 +6,21 @@ not know files, processes or time.
 A row that was in flight on a rank that died is a suspect: it is tried again in a lease of suspects, and
 quarantined when another death is its doing (``pipelines.suspects``).
 
-Rows are leased in the order of what they cost, as far as the ledger was told: those that would hold up
-the end first, then shard by shard, in each the longest first.
+Rows that nobody holds wait in a queue, which knows what they cost and has them in order
+(``pipelines.row_queue``).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipelines.manifest import Tally
 from pipelines.rank_protocol import Lease, LeaseReport
-from pipelines.row_costs import RowCosts, find_early, order_rows
+from pipelines.row_costs import RowCosts, find_early
+from pipelines.row_queue import RowQueue, join_rows
 from pipelines.sink import JournalState
 from pipelines.source import Shard
 from pipelines.suspects import Suspects
@@ -28,8 +29,6 @@ from pipelines.suspects import Suspects
 @dataclass(slots=True)
 class _OpenShard:
     shard: Shard
-    ranges: deque[tuple[int, int]]
-    early: set[int] = field(default_factory=set)
     leases: set[int] = field(default_factory=set)
     num_ok: int = 0
     num_error: int = 0
@@ -65,9 +64,7 @@ class Ledger:
         self._open: dict[int, _OpenShard] = {}
         self._held: dict[int, _HeldLease] = {}
         self._suspects = Suspects(deaths)
-        self._costs: dict[int, RowCosts] = {}
-        self._early: deque[tuple[int, int]] = deque()
-        self._early_of: dict[int, set[int]] = {}
+        self._queue = RowQueue()
         self._complete: deque[int] = deque()
         self._next_lease_id = 1
         self.num_read = 0
@@ -111,7 +108,7 @@ class Ledger:
         opened = [
             opened.shard
             for index, opened in self._open.items()
-            if opened.ranges or self._suspects.waiting_rows(index)
+            if self._queue.has_rows(index) or self._suspects.waiting_rows(index)
         ]
         return opened + [shard for shard in self._unopened if shard.num_rows]
 
@@ -121,20 +118,15 @@ class Ledger:
         ``costs`` has every one of ``missing_shards``.
         """
         assert not self._held, "rows are put in order before any is leased"
-        self._costs = dict(costs)
         rows: dict[int, Sequence[int]] = {
-            opened.shard.index: _rows_of(opened.ranges) for opened in self._open.values() if opened.ranges
+            index: waiting for index in self._open if (waiting := self._queue.rows_of(index))
         }
         rows |= {shard.index: range(shard.num_rows) for shard in self._unopened if shard.num_rows}
-        self._early.extend(
-            place for place in find_early(costs, rows, num_lanes) if place not in self._suspects
-        )
-        for shard_index, row in self._early:
-            self._early_of.setdefault(shard_index, set()).add(row)
-        self._num_unleased_tokens = sum(self._cost(index, own) for index, own in rows.items())
-        for index, opened in self._open.items():
-            self._num_unleased_tokens += self._cost(index, self._suspects.waiting_rows(index))
-            self._put_in_order(opened)
+        early = [place for place in find_early(costs, rows, num_lanes) if place not in self._suspects]
+        self._queue.set_costs(costs, early)
+        self._num_unleased_tokens = sum(self._queue.cost(index, own) for index, own in rows.items())
+        for index in self._open:
+            self._num_unleased_tokens += self._queue.cost(index, self._suspects.waiting_rows(index))
 
     def leases_of(self, slot: int) -> list[Lease]:
         """What the rank of ``slot`` holds."""
@@ -147,65 +139,29 @@ class Ledger:
 
     def peek_tokens(self) -> int | None:
         """What the row costs that ``try_lease`` would begin with; None when there is none."""
-        if self._early:
-            shard_index, row = self._early[0]
-            return self._cost(shard_index, (row,))
-        opened = self._next_shard()
-        return None if opened is None else self._cost(opened.shard.index, (opened.ranges[0][0],))
+        place = self._next_place()
+        return None if place is None else self._queue.cost(place[0], place[1:])
 
     def try_lease(self, slot: int, max_num_rows: int, max_num_tokens: float = math.inf) -> Lease | None:
         """Lease up to ``max_num_rows`` untried rows of one shard, one at least; None when there are none.
 
         Rows are added as long as they cost no more than ``max_num_tokens`` together.
         """
-        if self._early:
-            return self._lease_early(slot, max_num_rows, max_num_tokens)
-        opened = self._next_shard()
-        if opened is None:
+        place = self._next_place()
+        if place is None:
             return None
-        index = opened.shard.index
-        rows: list[int] = []
-        num_tokens = 0
-        while opened.ranges and len(rows) < max_num_rows:
-            start, stop = opened.ranges.popleft()
-            row = start
-            while row < stop and len(rows) < max_num_rows:
-                num_tokens += self._cost(index, (row,))
-                if rows and num_tokens > max_num_tokens:
-                    break
-                rows.append(row)
-                row += 1
-            if row < stop:
-                opened.ranges.appendleft((row, stop))
-                break
-        return self._hold(opened, slot, rows)
-
-    def _next_shard(self) -> _OpenShard | None:
-        opened = next((s for s in self._open.values() if s.ranges), None)
-        while opened is None and self._unopened:
-            opened = self._open_shard(self._unopened.popleft(), {})
-            opened = opened if opened.ranges else None
-        return opened
-
-    def _lease_early(self, slot: int, max_num_rows: int, max_num_tokens: float) -> Lease:
-        """The longest row, and those behind it as long as they are of its shard."""
-        index = self._early[0][0]
-        opened = self._open.get(index)
-        if opened is None:
-            shard = next(shard for shard in self._unopened if shard.index == index)
+        opened = self._open.get(place[0])
+        if opened is None:  # rows that are early go before their shard's turn
+            shard = next(shard for shard in self._unopened if shard.index == place[0])
             self._unopened.remove(shard)
             opened = self._open_shard(shard, {})
-        rows: list[int] = []
-        num_tokens = 0
-        while self._early and self._early[0][0] == index and len(rows) < max_num_rows:
-            row = self._early[0][1]
-            num_tokens += self._cost(index, (row,))
-            if rows and num_tokens > max_num_tokens:
-                break
-            rows.append(row)
-            self._early.popleft()
-        opened.early.difference_update(rows)
-        return self._hold(opened, slot, sorted(rows))
+        return self._hold(opened, slot, self._queue.take(max_num_rows, max_num_tokens))
+
+    def _next_place(self) -> tuple[int, int] | None:
+        """The (shard, row) to lease next; shards are opened until there is one."""
+        while (place := self._queue.peek()) is None and self._unopened:
+            self._open_shard(self._unopened.popleft(), {})
+        return place
 
     def has_solo_suspects(self, slot: int, slots: Collection[int]) -> bool:
         """Whether a suspect that runs alone waits for the rank of ``slot``. ``slots`` are all that live."""
@@ -285,10 +241,9 @@ class Ledger:
         self.num_read += ok + error - held.num_read
         again = [row for row in lease.rows if row not in state.finished and row != guilty]
         self._suspects.put((index, row) for row in again if (index, row) in self._suspects)
-        opened.ranges.extend((row, row + 1) for row in again if (index, row) not in self._suspects)
+        self._queue.put(index, (row for row in again if (index, row) not in self._suspects))
         self.num_unleased += len(again)
-        self._num_unleased_tokens += self._cost(index, again)
-        self._put_in_order(opened)
+        self._num_unleased_tokens += self._queue.cost(index, again)
         opened.leases.discard(lease.lease_id)
         if guilty is None:
             self._notice_complete(opened)
@@ -322,7 +277,7 @@ class Ledger:
         assert tally.num_rows == opened.shard.num_rows == opened.num_ok + opened.num_error, (opened, tally)
         self.num_ok += tally.num_ok - opened.num_ok
         self.num_error += tally.num_error - opened.num_error
-        self._costs.pop(shard_index, None)
+        self._queue.forget(shard_index)
         self._suspects.forget(shard_index)
         self.check()
 
@@ -333,27 +288,16 @@ class Ledger:
     def _open_shard(self, shard: Shard, finished: Mapping[int, bool]) -> _OpenShard:
         index = shard.index
         missing = [row for row in range(shard.num_rows) if row not in finished]
-        ranges = _ranges(row for row in missing if (index, row) not in self._suspects)
-        self._open[index] = opened = _OpenShard(shard=shard, ranges=deque(ranges))
+        self._open[index] = opened = _OpenShard(shard=shard)
+        self._queue.put(index, (row for row in missing if (index, row) not in self._suspects))
         self._suspects.put((index, row) for row in missing if (index, row) in self._suspects)
         ok = sum(finished.values())
         self.num_unleased -= len(finished)
-        self._num_unleased_tokens -= self._cost(index, finished)
+        self._num_unleased_tokens -= self._queue.cost(index, finished)
         self.num_read += len(finished)
         self._count(opened, ok, len(finished) - ok)
-        self._put_in_order(opened)
         self._notice_complete(opened)
         return opened
-
-    def _put_in_order(self, opened: _OpenShard) -> None:
-        opened.early |= self._early_of.pop(opened.shard.index, set())
-        rows = [row for row in sorted(_rows_of(opened.ranges)) if row not in opened.early]
-        costs = self._costs.get(opened.shard.index)
-        opened.ranges = deque(_ranges(rows if costs is None else order_rows(costs, rows)))
-
-    def _cost(self, shard_index: int, rows: Iterable[int]) -> int:
-        costs = self._costs.get(shard_index)
-        return sum(1 if costs is None else costs.tokens[row] for row in rows)
 
     def _hold(
         self,
@@ -365,7 +309,7 @@ class Ledger:
         is_solo: bool = False,
     ) -> Lease:
         # A file is read forwards: in a lease, order costs a reader more than it can win an engine.
-        ranges = tuple(_ranges(sorted(rows)))
+        ranges = tuple(join_rows(sorted(rows)))
         index = opened.shard.index
         lease = Lease(
             lease_id=self.take_lease_id(),
@@ -375,7 +319,7 @@ class Ledger:
             is_solo=is_solo,
         )
         opened.leases.add(lease.lease_id)
-        num_tokens = self._cost(index, rows)
+        num_tokens = self._queue.cost(index, rows)
         self._held[lease.lease_id] = _HeldLease(lease=lease, slot=slot, num_tokens=num_tokens)
         self.num_unleased -= lease.num_rows
         self._num_unleased_tokens -= num_tokens
@@ -393,24 +337,9 @@ class Ledger:
         self.num_error += error
 
     def _is_complete(self, opened: _OpenShard) -> bool:
-        waiting = self._suspects.waiting_rows(opened.shard.index)
-        return not (opened.ranges or opened.early or opened.leases or waiting)
+        index = opened.shard.index
+        return not (self._queue.has_rows(index) or opened.leases or self._suspects.waiting_rows(index))
 
     def _notice_complete(self, opened: _OpenShard) -> None:
         if self._is_complete(opened):
             self._complete.append(opened.shard.index)
-
-
-def _rows_of(ranges: Iterable[tuple[int, int]]) -> list[int]:
-    return [row for start, stop in ranges for row in range(start, stop)]
-
-
-def _ranges(rows: Iterable[int]) -> list[tuple[int, int]]:
-    """Rows in their order as half-open ranges, each row that follows the one before it joined to it."""
-    ranges: list[tuple[int, int]] = []
-    for row in rows:
-        if ranges and ranges[-1][1] == row:
-            ranges[-1] = (ranges[-1][0], row + 1)
-        else:
-            ranges.append((row, row + 1))
-    return ranges
