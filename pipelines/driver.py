@@ -1,23 +1,21 @@
 """The driver: plan, lease, collect, commit, until every shard has its part.
 
-Owns the loop and what happens when a rank dies, hangs or cannot start. Rows never pass through it: it
-hands out row numbers and takes in counts. It must not know what a rank is made of: it speaks to a
-``Fleet``.
+Owns the loop: when ranks are started and ended, what each is asked to do, how a run stops. Rows never pass
+through it: it hands out row numbers and takes in counts. It must not know what a rank is made of: it speaks
+to a ``Fleet``.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from engine.errors import ConfigError
-from pipelines.commits import try_read_commit
 from pipelines.deaths import DeathLog
+from pipelines.inquest import Findings, Inquest
 from pipelines.leasing import RankSpeeds, choose_leases
 from pipelines.ledger import Ledger
 from pipelines.manifest import OutputFolder, Tally
@@ -27,32 +25,16 @@ from pipelines.rank_protocol import Fleet, Lease, Orders, RankDied, RankReport
 from pipelines.replicas import Replicas
 from pipelines.report import RunRecord, read_status
 from pipelines.report_page import write_reports
+from pipelines.resume import take_up
 from pipelines.row_costs import RowCosts, estimate_costs
-from pipelines.schema import FinishedRow
-from pipelines.sink import (
-    JournalState,
-    JournalWriter,
-    read_journal_state,
-    read_lease_state,
-    read_shard_state,
-)
+from pipelines.sink import read_journal_state
+from pipelines.slots import Slots
 from pipelines.source import RowReader
 
 logger = logging.getLogger(__name__)
 
-MAX_BARREN_DEATHS = 3
-"""A replica that died so often in a row without finishing a row is given up."""
-
-MAX_DEATHS_OF_SUSPECTS = 8
-"""The same of replicas that were given suspects, where a row may be to blame."""
-
-_CRASH = (
-    "ranks died again and again with this row in flight, at last where one had died with it before, or with "
-    "no other beside it"
-)
 _WAIT_S = 0.25
 _STOP_PATIENCE_S = 1.0
-_PLACE_PATIENCE_S = 10.0
 _MAX_SHARDS_TO_REPORT_IN_HASTE = 200
 """A run that is told to stop has two seconds, and reading more shards than these for the report could take
 longer: ``status --write-report`` makes up for it."""
@@ -76,25 +58,6 @@ class Outcome(enum.Enum):
 
 class JobFailed(RuntimeError):
     """The job cannot go on though nothing is wrong with its config: no rank lives, no disk is writable."""
-
-
-@dataclass(slots=True)
-class _Slot:
-    capacity: int = 0
-    is_live: bool = False
-    is_given_up: bool = False
-    has_finished_rows: bool = False
-    num_barren_deaths: int = 0
-    num_deaths_of_suspects: int = 0
-    num_turns: int = -1
-    moved_at: float = 0.0
-    lost_at: float = -math.inf
-    publishing: set[int] = field(default_factory=set)
-    is_preparing: bool = False
-    is_stopped: bool = False
-    is_drained: bool = False
-    node: str = ""
-    device: str = ""
 
 
 class Driver:
@@ -137,33 +100,25 @@ class Driver:
             max_error_rate=max_error_rate,
         )
         self._record.save(folder)  # before the journals are read: a killed run is no longer the one at work
-        self._slots = [_Slot() for _ in range(fleet.num_slots)]
+        self._slots = Slots(fleet.num_slots)
         self._replicas = Replicas(fleet.ranks_per_replica)
         self._min_ranks, self._place_timeout_s = min_ranks, place_timeout_s
         self._enough_at = time.monotonic()
-        self._shards = plan.shards if shards is None else plan.shards[shards.start : shards.stop]
-        self._is_whole = shards is None
         self._to_publish: list[int] = []
         self._stop = StopRequest.NONE
         self._stop_seen_at = 0.0
-        committed = self._read_commits()
-        self._num_rows_before = sum(tally.num_rows for tally in committed.values())
-        self._num_errors_before = sum(tally.num_error for tally in committed.values())
-        self._num_shards_left = len(self._shards) - len(committed)
-        self._clean(committed)
-        missing = [shard for shard in self._shards if shard.index not in committed]
-        resumed = {
-            shard.index: read_shard_state(folder, plan, shard.index)
-            for shard in missing
-            if folder.shard_journals(shard.index).is_dir()
-        }
-        self._deaths = DeathLog(folder, plan, run)
-        self._ledger = Ledger(missing, resumed, self._deaths.read())
+        own_shards = plan.shards if shards is None else plan.shards[shards.start : shards.stop]
+        found = take_up(folder, plan, own_shards, is_whole=shards is None)
+        self._num_rows_before, self._num_errors_before = found.num_rows, found.num_errors
+        self._num_shards_left = len(found.missing)
+        deaths = DeathLog(folder, plan, run)
+        self._ledger = Ledger(found.missing, found.journaled, deaths.read())
+        self._inquest = Inquest(folder, plan, run, self._ledger, deaths)
         self._speeds = RankSpeeds()
         self._num_lanes = fleet.num_slots * capacity
         self._has_costs = False
         self._max_errors = max_errors
-        num_rows = sum(shard.num_rows for shard in self._shards)
+        num_rows = sum(shard.num_rows for shard in own_shards)
         self._watch = RunWatch(
             folder, self._record, num_rows=num_rows, num_done=self._num_done, listener=on_metrics
         )
@@ -208,23 +163,6 @@ class Driver:
         num_errors = self._num_errors_before + self._ledger.num_error
         return self._max_errors is not None and num_errors > self._max_errors
 
-    def _read_commits(self) -> dict[int, Tally]:
-        found = {
-            shard.index: try_read_commit(self._folder, self._plan, shard.index) for shard in self._shards
-        }
-        return {index: tally for index, tally in found.items() if tally is not None}
-
-    def _clean(self, committed: Mapping[int, Tally]) -> None:
-        """Remove what earlier runs left: half-written parts, and journals of published shards."""
-        ours = {f"{shard.index:05d}" for shard in self._shards}
-        for leftover in self._folder.temporary.iterdir():
-            # Drivers of other shards may be at work: what names none of ours may be theirs.
-            if self._is_whole or leftover.name.split(".")[0] in ours:
-                leftover.unlink(missing_ok=True)
-        for journals in self._folder.journals.iterdir():
-            if int(journals.name) in committed:
-                shutil.rmtree(journals, ignore_errors=True)
-
     def _loop(self) -> Outcome:
         self._to_publish += self._ledger.take_complete()
         self._enough_at = time.monotonic()
@@ -258,19 +196,15 @@ class Driver:
                 for slot in self._replicas.slots_of(first):
                     self._start(slot)
         now = time.monotonic()
-        if sum(state.is_live for state in self._slots) >= self._min_ranks:
+        if len(self._slots.live) >= self._min_ranks:
             self._enough_at = now
         elif now - self._enough_at > self._place_timeout_s:
             logger.error("there was no place for %d ranks in %.0f s", self._min_ranks, self._place_timeout_s)
             self.request_stop(StopRequest.NOW)
 
     def _start(self, slot: int) -> None:
-        state = self._slots[slot]
-        state.is_live, state.capacity, state.num_turns = True, 0, -1
-        state.has_finished_rows = state.is_preparing = state.is_stopped = state.is_drained = False
-        state.node = state.device = ""
+        self._slots[slot].begin(time.monotonic())
         self._speeds.begin(slot)
-        state.moved_at = time.monotonic()
         self._watch.start_rank(slot)
         self._fleet.start(slot)
 
@@ -280,21 +214,14 @@ class Driver:
         if report.broken is not None:
             raise JobFailed(report.broken)
         state = self._slots[slot]
-        state.node = report.node
         if report.device != state.device:
-            self._check_device(slot, report.device)
-            state.device = report.device
-        if report.num_turns != state.num_turns:
-            state.num_turns, state.moved_at = report.num_turns, time.monotonic()
+            self._slots.check_device(slot, report.device)
         if report.capacity and not state.capacity:
             self._record.add_rank(report.environment, report.engine_settings)
             self._watch.save()  # before the rank has a row: what it will answer can be told apart by this
-        state.capacity = report.capacity
-        state.is_stopped, state.is_drained = report.is_stopped, report.is_drained
+        state.take(report, time.monotonic())
         for lease in report.leases:
             self._ledger.record(lease)
-            if lease.num_ok + lease.num_error:
-                state.has_finished_rows, state.num_barren_deaths, state.num_deaths_of_suspects = True, 0, 0
         if report.capacity:
             num_tokens = (report.num_prompt_tokens, report.num_completion_tokens, report.num_cached_tokens)
             num_rows = self._ledger.num_outstanding(slot)
@@ -306,12 +233,6 @@ class Driver:
                 state.publishing.discard(shard_index)
                 self._commit(shard_index, tally)
         self._to_publish += self._ledger.take_complete()
-
-    def _check_device(self, slot: int, device: str) -> None:
-        """One rank a GPU: two on one would each believe that its memory is theirs."""
-        for other, state in enumerate(self._slots):
-            if device and other != slot and state.is_live and state.device == device:
-                raise ConfigError(f"ranks {other} and {slot} were both given the GPU {device}")
 
     def _commit(self, shard_index: int, tally: Tally) -> None:
         self._ledger.commit(shard_index, tally)
@@ -335,26 +256,16 @@ class Driver:
         return Orders(prepare=state.is_preparing, leases=leases, publish=publish)
 
     def _lease(self, slot: int) -> tuple[Lease, ...]:
-        capacities = {
-            s: state.capacity for s, state in enumerate(self._slots) if state.is_live and state.capacity
-        }
-        now = time.monotonic()
-        # A rank that died lately will be followed by another in its place.
-        starting = [
-            s
-            for s, state in enumerate(self._slots)
-            if not state.is_given_up
-            and (not state.capacity if state.is_live else now - state.lost_at < _PLACE_PATIENCE_S)
-        ]
+        capacities = self._slots.capacities()
         weights = self._speeds.weights(capacities)
-        return choose_leases(self._ledger, slot, capacities, starting, weights)
+        return choose_leases(self._ledger, slot, capacities, self._slots.starting(time.monotonic()), weights)
 
     @property
     def _is_time_to_estimate(self) -> bool:
         """Once every rank builds its engine; a rank that is ready does not wait for a late one."""
         if self._has_costs or not self._ledger.num_unleased:
             return False
-        live = [state for state in self._slots if state.is_live]
+        live = self._slots.live
         return bool(live) and (all(s.is_preparing for s in live) or any(s.capacity for s in live))
 
     def _estimate_costs(self) -> None:
@@ -386,89 +297,37 @@ class Driver:
         states = [self._slots[mate] for mate in mates]
         for mate in mates:
             self._fleet.kill(mate)
-        self._replicas.forget(slot)
-        leases = {mate: self._ledger.leases_of(mate) for mate in mates}
-        found = {
-            lease.lease_id: read_lease_state(
-                self._plan, self._folder.journal_file(lease.shard_index, self._run, lease.lease_id)
-            )
-            for own in leases.values()
-            for lease in own
-        }
-        num_suspects = sum(len(found[lease.lease_id].suspects) for mate in culprits for lease in leases[mate])
-        # Where nobody knows which rank it was, no row is to blame but one that was alone on all of them.
-        may_blame = len(culprits) == 1 or num_suspects == 1
+        findings = self._inquest.examine(mates, culprits)
         # A replica that was given nothing says little of its slots.
         is_ready = all(state.capacity for state in states)
-        is_barren = not any(state.has_finished_rows for state in states) and (bool(found) or not is_ready)
-        is_barren &= not any(journaled.finished for journaled in found.values())
+        is_barren = not (findings.has_finished_rows or any(state.has_finished_rows for state in states))
+        is_barren &= findings.has_leases or not is_ready
         is_explained = False
         for mate in mates:
-            is_culprit = mate in culprits
-            told = reason if is_culprit or not culprits else f"rank {culprits[0]} of its replica died"
-            is_explained |= self._bury(mate, told, found, is_culprit=is_culprit, may_blame=may_blame)
+            is_victim = bool(culprits) and mate not in culprits
+            told = f"rank {culprits[0]} of its replica died" if is_victim else reason
+            is_explained |= self._bury(mate, told, findings)
         # What dies of its first step may be broken itself, whoever was there.
-        is_explained &= any(found[lease.lease_id].num_steps for own in leases.values() for lease in own)
-        has_suspects = any(lease.is_of_suspects for own in leases.values() for lease in own)
-        for state in states:
-            if is_explained or not is_barren:
-                state.num_barren_deaths = state.num_deaths_of_suspects = 0
-            elif has_suspects:
-                state.num_deaths_of_suspects += 1
-            else:
-                state.num_barren_deaths += 1
-        if any(
-            state.num_barren_deaths >= MAX_BARREN_DEATHS
-            or state.num_deaths_of_suspects >= MAX_DEATHS_OF_SUSPECTS
-            for state in states
-        ):
+        is_barren &= not (is_explained and findings.has_stepped)
+        if self._replicas.end(slot, is_barren=is_barren, had_suspects=findings.had_suspects):
             logger.error("rank %d died again and again without finishing a row: given up", slot)
             for state in states:
                 state.is_given_up = True
             if all(other.is_given_up for other in self._slots):
                 raise JobFailed(f"no rank is left; the last one died of: {reason}")
 
-    def _bury(
-        self,
-        slot: int,
-        reason: str,
-        found: Mapping[int, JournalState],
-        *,
-        is_culprit: bool,
-        may_blame: bool,
-    ) -> bool:
-        """Learn from the journals of a dead rank's leases what it had done, and give the rest to others.
-
-        Whether one of its rows was to blame, and is done with.
-        """
+    def _bury(self, slot: int, reason: str, findings: Findings) -> bool:
+        """One rank of the replica is no more, and others get its rows. Whether one of them was to blame."""
         logger.warning("rank %d died: %s", slot, reason)
         state = self._slots[slot]
-        state.is_live, state.capacity, state.device = False, 0, ""
-        state.lost_at = time.monotonic()
+        state.lose(time.monotonic())
         self._watch.lose_rank(slot, node=state.node, reason=reason)
         self._watch.save()  # before its rows are marked by it
-        leases = self._ledger.leases_of(slot)
-        self._watch.note_rows_lost(slot, sum(len(found[lease.lease_id].suspects) for lease in leases))
-        if not is_culprit:
-            for lease in leases:
-                found[lease.lease_id].started.clear()
-        guilty = self._ledger.lose_rank(slot, found, may_blame=may_blame)
-        if guilty is None:
-            for lease in leases:
-                self._deaths.add(lease.shard_index, found[lease.lease_id].tokens_of_suspects)
-        else:
-            self._quarantine(*guilty)
+        self._watch.note_rows_lost(slot, findings.num_in_flight(slot))
+        is_explained = self._inquest.settle(slot, findings)
         self._to_publish += sorted(state.publishing) + self._ledger.take_complete()
         state.publishing.clear()
-        return guilty is not None
-
-    def _quarantine(self, lease: Lease, row: int) -> None:
-        shard = self._plan.shards[lease.shard_index]
-        lease_id = self._ledger.take_lease_id()
-        with JournalWriter(self._folder, self._plan, shard.index, self._run, lease_id) as journal:
-            journal.finish([FinishedRow(row=row, error="engine_crash", error_message=_CRASH)])
-        logger.error("row %s killed a rank, and not for the first time: quarantined", shard.row_id(row))
-        self._ledger.quarantine(lease)
+        return is_explained
 
     def _check_slots(self) -> None:
         """End ranks whose loop stands still: a hang looks like life to everything but its own counter."""
@@ -490,7 +349,7 @@ class Driver:
         return now - self._slots[slot].moved_at > limit_s and not self._replicas.has_lost_peer(slot)
 
     def _has_stopped(self) -> bool:
-        live = [state for state in self._slots if state.is_live]
+        live = self._slots.live
         if self._stop is StopRequest.DRAIN:
             if all(state.is_drained for state in live):
                 self._stop = StopRequest.NOW

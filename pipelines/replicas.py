@@ -1,12 +1,20 @@
-"""Which ranks make one replica, and which of them is to blame when it ends.
+"""Which ranks make one replica, which of them is to blame when it ends, and when it is given up.
 
-Owns that judgement. It must not know rows, leases or processes, nor what follows from blame.
+Owns those judgements. It must not know rows, leases or processes, nor what follows from blame.
 
 Ranks of a replica step together, so one's death ends the step on all: most of those that report a death
 only lost another rank. Whoever dies without saying so, or says nothing at all, is the one that they lost.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+
+MAX_BARREN_DEATHS = 3
+"""A replica that died so often in a row without finishing a row is given up."""
+
+MAX_DEATHS_OF_SUSPECTS = 8
+"""The same of deaths with suspects, where a row may be to blame."""
 
 _PATIENCE_S = 10.0  # ranks see at once that another one is gone; its own end is known a moment later
 
@@ -17,6 +25,8 @@ class Replicas:
     def __init__(self, size: int) -> None:
         self._size = size
         self._bereft: dict[int, float] = {}
+        self._num_barren_deaths: Counter[int] = Counter()
+        self._num_deaths_of_suspects: Counter[int] = Counter()
 
     def slots_of(self, slot: int) -> range:
         """All slots of this one's replica."""
@@ -42,7 +52,22 @@ class Replicas:
             return None
         return [mate for mate in slots if mate not in self._bereft]
 
-    def forget(self, slot: int) -> None:
-        """The replica of a slot has ended."""
-        for mate in self.slots_of(slot):
+    def end(self, slot: int, *, is_barren: bool, had_suspects: bool) -> bool:
+        """The replica of a slot has ended; whether that was once too often in a row, and it is given up.
+
+        ``is_barren``: it finished no row, and no row explains that. ``had_suspects``: it held suspects.
+        """
+        mates = self.slots_of(slot)
+        for mate in mates:
             self._bereft.pop(mate, None)
+        first = mates.start
+        if not is_barren:
+            del self._num_barren_deaths[first], self._num_deaths_of_suspects[first]
+        elif had_suspects:
+            self._num_deaths_of_suspects[first] += 1
+        else:
+            self._num_barren_deaths[first] += 1
+        return (
+            self._num_barren_deaths[first] >= MAX_BARREN_DEATHS
+            or self._num_deaths_of_suspects[first] >= MAX_DEATHS_OF_SUSPECTS
+        )

@@ -12,7 +12,7 @@ import pytest
 from pipelines.driver import JobFailed, Outcome
 from pipelines.manifest import OutputFolder
 from pipelines.rank_protocol import RankDied
-from pipelines.replicas import Replicas
+from pipelines.replicas import MAX_BARREN_DEATHS, MAX_DEATHS_OF_SUSPECTS, Replicas
 from pipelines.report import read_runs
 from tests.fake_engine import POISON_ID
 from tests.small_jobs import (
@@ -38,8 +38,22 @@ def test_the_silent_rank_is_the_one_that_was_lost() -> None:
     assert replicas.silent_slots(3, 112.0) == [4]
     replicas.note_lost_peer(4, 112.0)
     assert replicas.silent_slots(3, 112.0) == [], "they lost sight of each other"
-    replicas.forget(3)
+    replicas.end(3, is_barren=False, had_suspects=False)
     assert replicas.silent_slots(3, 200.0) is None
+
+
+def test_a_replica_is_given_up_after_deaths_in_a_row_that_nothing_explains() -> None:
+    for had_suspects, most in ((False, MAX_BARREN_DEATHS), (True, MAX_DEATHS_OF_SUSPECTS)):
+        replicas = Replicas(2)
+        for _ in range(3):
+            for _ in range(most - 1):
+                assert not replicas.end(3, is_barren=True, had_suspects=had_suspects)
+            assert not replicas.end(2, is_barren=False, had_suspects=had_suspects), "counting begins anew"
+        for _ in range(most - 1):
+            assert not replicas.end(2, is_barren=True, had_suspects=had_suspects)
+            assert not replicas.end(0, is_barren=True, had_suspects=had_suspects), "of another replica"
+        assert not replicas.end(3, is_barren=True, had_suspects=not had_suspects), "deaths of another kind"
+        assert replicas.end(3, is_barren=True, had_suspects=had_suspects)
 
 
 class OneDies:
