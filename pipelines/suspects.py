@@ -6,7 +6,7 @@ shards but by number, nor leases, files or time.
 A row's tokens depend on that row alone, so one that kills its rank kills the next one at the same token.
 What is noted of a death is therefore how many tokens each row had that was in the rank's last step. All of
 them are tried again at once, beside other rows, but whenever one is that far again the step is its alone
-(``jobs.worker``), while the others wait. If the rank dies in that step, this row killed both and is
+(``jobs.rows_in_flight``), while the others wait. If the rank dies in that step, this row killed both and is
 quarantined, and of no other is anything noted. Any other death had another cause, or a row did it for the
 first time: it is noted like the first. Most deaths are nobody's fault, and their rows just finish.
 

@@ -70,7 +70,7 @@ class OneDies:
         events = self._wait(timeout_s)
         if self.in_flight:
             return [event for event in events if event[0] != 1 or 1 not in self._dead]
-        rows = {slot: set(worker._in_flight) for slot, worker in self._fleet.workers.items()}
+        rows = {slot: set(worker._in_flight._rows) for slot, worker in self._fleet.workers.items()}
         if not (rows.get(0) and rows.get(1)):
             return events
         self.in_flight, self._dead = rows, {1}
