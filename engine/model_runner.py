@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +31,7 @@ from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import ModelShape
 from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import build_ngram_tables
-from engine.layers.ops import Ops, build_ops, resolve_kernel_impl
+from engine.layers.ops import build_ops, resolve_kernel_impl
 from engine.loader import WeightReader
 from engine.memory import MemoryEstimate, estimate_memory
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
@@ -46,6 +46,23 @@ logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2 << 30
 """What KV blocks may take on a CPU rank, which is for tests and demonstrations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choices:
+    """What "auto" is on this device and for this model, settled before anything is loaded."""
+
+    device: Literal["cpu", "cuda"]
+    device_name: str
+    dtype: Literal["float32", "bfloat16"]
+    activations: ActivationMode
+    kernel_impl: Literal["torch", "triton"]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``dtype`` as torch has it."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
 
 class ModelRunner:
@@ -64,12 +81,7 @@ class ModelRunner:
         if device == "cpu":
             # One thread: a second one changes the order in which a product is summed.
             torch.set_num_threads(1)
-        dtype = _resolve_dtype(config, model_config)
-        activations = config.activation_quantisation
-        if activations == "auto":
-            activations = "release" if model_config.is_quantised else "none"
-        kernel_impl = resolve_kernel_impl(config.kernel_impl, model_config, is_gpu=device == "cuda")
-        device_name = _device_name(self.device)
+        chosen = _choose(config, model_config, self.device)
         self.model_config = model_config
         self.shape = ModelShape(
             num_layers=model_config.num_hidden_layers,
@@ -77,64 +89,21 @@ class ModelRunner:
             decoder_start=model_config.decoder_start,
         )
         self._tables = build_ngram_tables(model_config, tokenizer) if model_config.engram_layer_ids else None
-        self.group: ExpertGroup | None = None
-        if place is not None and place.num_ranks > 1:
-            self.group = ExpertGroup(
-                place,
-                num_experts=model_config.n_routed_experts,
-                num_layers=model_config.num_hidden_layers,
-            )
+        self.group = _build_group(place, model_config)
         self._plan = self._plan_memory(config)
-        ops = build_ops(kernel_impl)
         self.engram_tables: EngramTables | None = None
-        self.model = self._load_model(config, getattr(torch, dtype), activations, ops)
+        self.model = self._load_model(config, chosen)
         if self.group is not None:
-            settings: list[object] = [model_config, dtype, device_name, kernel_impl, activations]
-            settings += [config.cache_quantisation, config.max_num_batched_tokens]
-            size = ExchangeSize.of(
-                model_config, config.max_num_batched_tokens, dtype=getattr(torch, dtype), mode=activations
-            )
-            self.group.connect(self.device, repr(settings), size if kernel_impl == "triton" else None)
-        layout = CacheLayout(model_config, config.cache_quantisation == "release", getattr(torch, dtype))
-        facts = MemoryFacts(
-            num_bytes_per_block=layout.num_bytes_per_block,
-            num_bytes_per_state=layout.num_bytes_per_state,
-            cache_bytes=self._cache_bytes(config, layout),
-        )
-        max_model_len = resolve_max_model_len(config, model_max_len=model_config.max_position_embeddings)
-        num_blocks, num_host_blocks, num_host_states = resolve_block_counts(
-            config, facts, max_model_len=max_model_len
-        )
-        self.resolved = ResolvedConfig(
-            model=config.model,
-            dtype=dtype,
-            device=device,
-            device_name=device_name,
-            kernel_impl=kernel_impl,
-            activation_quantisation=activations,
-            cache_quantisation=config.cache_quantisation,
-            exchange="none" if self.group is None else self.group.path,
-            engram=self._plan.engram,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_kv_blocks=num_blocks,
-            num_host_kv_blocks=num_host_blocks,
-            num_host_states=num_host_states,
-            enable_prefix_caching=config.enable_prefix_caching,
-            decoder_prefill=config.decoder_prefill,
-            preemption=config.preemption,
-            max_num_preemptions=config.max_num_preemptions,
-            seed=config.seed,
-        )
-        self.layout = layout
-        logger.info("%s", self._plan.describe(num_blocks))
+            self._connect(self.group, config, chosen)
+        self.layout = CacheLayout(model_config, config.cache_quantisation == "release", chosen.torch_dtype)
+        self.resolved = self._resolve(config, chosen)
+        logger.info("%s", self._plan.describe(self.resolved.num_kv_blocks))
         self.cache = KVCache(
-            layout,
-            num_blocks=num_blocks,
+            self.layout,
+            num_blocks=self.resolved.num_kv_blocks,
             num_states=config.max_num_seqs,
-            num_host_blocks=num_host_blocks,
-            num_host_states=num_host_states,
+            num_host_blocks=self.resolved.num_host_kv_blocks,
+            num_host_states=self.resolved.num_host_states,
             device=self.device,
         )
 
@@ -145,13 +114,12 @@ class ModelRunner:
         allowed = _allowed_bytes(self.device, config) if is_gpu else None
         return estimate_memory(config, is_gpu=is_gpu, num_expert_ranks=ranks, allowed_bytes=allowed)
 
-    def _load_model(
-        self, config: EngineConfig, dtype: torch.dtype, activations: ActivationMode, ops: Ops
-    ) -> DeepseekV41Model:
+    def _load_model(self, config: EngineConfig, chosen: _Choices) -> DeepseekV41Model:
         """The model on the device, with this rank's share of the experts; n-gram tables where they fit."""
+        ops = build_ops(chosen.kernel_impl)
         reader = WeightReader(
             config.model,
-            dtype=dtype,
+            dtype=chosen.torch_dtype,
             device=self.device,
             keeps_quantised=ops.reads_quantised,
             local_experts=None if self.group is None else self.group.own_experts,
@@ -174,9 +142,59 @@ class ModelRunner:
             reader,
             self.model_config,
             self.engram_tables,
-            activations=ActivationFormat(activations, ops),
+            activations=ActivationFormat(chosen.activations, ops),
             ops=ops,
             group=self.group,
+        )
+
+    def _connect(self, group: ExpertGroup, config: EngineConfig, chosen: _Choices) -> None:
+        """Meet the other ranks, which must have the same model and settings."""
+        mode = chosen.activations
+        settings: list[object] = [
+            self.model_config,
+            chosen.dtype,
+            chosen.device_name,
+            chosen.kernel_impl,
+            mode,
+        ]
+        settings += [config.cache_quantisation, config.max_num_batched_tokens]
+        size = ExchangeSize.of(
+            self.model_config, config.max_num_batched_tokens, dtype=chosen.torch_dtype, mode=mode
+        )
+        group.connect(self.device, repr(settings), size if chosen.kernel_impl == "triton" else None)
+
+    def _resolve(self, config: EngineConfig, chosen: _Choices) -> ResolvedConfig:
+        """The settings as they are, now that it is known what the cache may take."""
+        facts = MemoryFacts(
+            num_bytes_per_block=self.layout.num_bytes_per_block,
+            num_bytes_per_state=self.layout.num_bytes_per_state,
+            cache_bytes=self._cache_bytes(config),
+        )
+        max_model_len = resolve_max_model_len(config, model_max_len=self.model_config.max_position_embeddings)
+        num_blocks, num_host_blocks, num_host_states = resolve_block_counts(
+            config, facts, max_model_len=max_model_len
+        )
+        return ResolvedConfig(
+            model=config.model,
+            dtype=chosen.dtype,
+            device=chosen.device,
+            device_name=chosen.device_name,
+            kernel_impl=chosen.kernel_impl,
+            activation_quantisation=chosen.activations,
+            cache_quantisation=config.cache_quantisation,
+            exchange="none" if self.group is None else self.group.path,
+            engram=self._plan.engram,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_kv_blocks=num_blocks,
+            num_host_kv_blocks=num_host_blocks,
+            num_host_states=num_host_states,
+            enable_prefix_caching=config.enable_prefix_caching,
+            decoder_prefill=config.decoder_prefill,
+            preemption=config.preemption,
+            max_num_preemptions=config.max_num_preemptions,
+            seed=config.seed,
         )
 
     @property
@@ -212,7 +230,7 @@ class ModelRunner:
         self.group.agree([0] * self.shape.num_layers, has_work=False)
         self.model.join()
 
-    def _cache_bytes(self, config: EngineConfig, layout: CacheLayout) -> int:
+    def _cache_bytes(self, config: EngineConfig) -> int:
         """Bytes for KV blocks: on a GPU what weights, rings and a step's scratch leave of the allowance."""
         if self.device.type == "cpu":
             return CPU_CACHE_BYTES
@@ -221,7 +239,7 @@ class ModelRunner:
             scratch += self._plan.num_staging_bytes  # rows from files have their place already
         if self.group is not None and self.group.peers is not None:
             scratch -= self.group.peers.num_bytes  # taken when the ranks met
-        rings = config.max_num_seqs * layout.num_bytes_per_state
+        rings = config.max_num_seqs * self.layout.num_bytes_per_state
         return _allowed_bytes(self.device, config) - scratch - rings
 
 
@@ -242,6 +260,30 @@ def _resolve_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device is cuda, but this machine has no usable GPU")
     return config.device
+
+
+def _choose(config: EngineConfig, model_config: DeepseekV41Config, device: torch.device) -> _Choices:
+    dtype = _resolve_dtype(config, model_config)
+    activations = config.activation_quantisation
+    if activations == "auto":
+        activations = "release" if model_config.is_quantised else "none"
+    is_gpu = device.type == "cuda"
+    return _Choices(
+        kernel_impl=resolve_kernel_impl(config.kernel_impl, model_config, is_gpu=is_gpu),
+        device="cuda" if is_gpu else "cpu",
+        device_name=_device_name(device),
+        dtype=dtype,
+        activations=activations,
+    )
+
+
+def _build_group(place: ReplicaPlace | None, model_config: DeepseekV41Config) -> ExpertGroup | None:
+    """The ranks that this one shares the experts with, if there are any."""
+    if place is None or place.num_ranks <= 1:
+        return None
+    return ExpertGroup(
+        place, num_experts=model_config.n_routed_experts, num_layers=model_config.num_hidden_layers
+    )
 
 
 def _device_name(device: torch.device) -> str:
