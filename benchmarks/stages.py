@@ -48,6 +48,7 @@ _SCOPES = (
     (ExpertGroup, "swap", "traffic between ranks"),
     (ExpertExchange, "dispatch", "traffic between ranks"),
     (ExpertExchange, "combine", "traffic between ranks"),
+    (ExpertExchange, "collect", "traffic between ranks"),
 )
 _OPS = {
     "select_entries": "selection",
@@ -60,7 +61,8 @@ _OPS = {
 }
 _KERNELS = (
     (re.compile(r"^(score_|unpack_queries|relay_keys)"), "indexer scoring"),
-    # A rank that waits for another does so in the barrier's kernel.
+    # A rank that waits for another does so in the barrier's kernel. Outputs that experts store at other ranks'
+    # are in the experts' own time: what they add to it shows against one rank with as many experts and rows.
     (re.compile(r"^(ncclDevKernel|send_rows_)|\bbarrier_kernel\b"), "traffic between ranks"),
 )
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}

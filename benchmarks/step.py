@@ -129,7 +129,8 @@ def measure(
     marks = StageMarks()
     rank = SimulatedRank(workload, device, marks.mark_ops, place)
     synchronize()
-    held_gib = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    exchange_gib = rank.num_exchange_bytes / 2**30
+    held_gib = exchange_gib + (torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0)
     built = time.perf_counter()
     logits = rank.step()
     hashes = {"tokens": digest(logits.argmax(-1)), "logits": digest(logits)} | rank.cache_hashes()
@@ -146,7 +147,7 @@ def measure(
         "mean_step_ms": statistics.mean(times),
         "min_step_ms": min(times),
         "max_step_ms": max(times),
-        "peak_gib": peak_gib(),
+        "peak_gib": exchange_gib + peak_gib(),
         "held_gib": held_gib,
         "build_s": built - started,
         "first_step_s": first - built,

@@ -126,6 +126,12 @@ class SimulatedRank:
         """Layers whose attention and experts run."""
         return self.config.decoder_start if self.workload.decoder == "mid" else self.config.num_hidden_layers
 
+    @property
+    def num_exchange_bytes(self) -> int:
+        """Of the device's memory, what other ranks write to: torch's allocator does not count it."""
+        peers = None if self._group is None else self._group.peers
+        return 0 if peers is None else peers.num_bytes
+
     def reset(self) -> None:
         """The cache as the first step finds it: everything in it is drawn from the seed."""
         generator = torch.Generator(self.device).manual_seed(self._seed)
