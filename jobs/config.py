@@ -108,7 +108,7 @@ class ClusterSection(_Section):
     place_timeout_s: float = Field(default=1800.0, gt=0.0)
     address: str | None = None
     cost_per_rank_hour: float | None = Field(default=None, ge=0.0)
-    stall_timeout_s: float = Field(default=900.0, gt=0.0)
+    stall_timeout_s: float = Field(default=900.0, gt=0.0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _check_ranks(self) -> ClusterSection:

@@ -285,7 +285,9 @@ class RankWorker:
                 self._broken = f"the output cannot be written: {error}"
             else:
                 kind = PeerLost if isinstance(error, PeerLost) else EngineDead
-                self._failure = self._failure or kind(text)
+                # What went wrong comes first: that line is what a run's record keeps.
+                summary = "".join(traceback.format_exception_only(error)).strip()
+                self._failure = self._failure or kind(f"{summary}\n{text}")
         self._tell()
 
     def _tell(self) -> None:

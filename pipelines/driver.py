@@ -34,6 +34,8 @@ from pipelines.source import RowReader
 logger = logging.getLogger(__name__)
 
 _WAIT_S = 0.25
+_ABSENCE_S = 2.0
+"""A driver that took so long for one round was stopped, or read the input, and heard no rank meanwhile."""
 _STOP_PATIENCE_S = 1.0
 _MAX_SHARDS_TO_REPORT_IN_HASTE = 200
 """A run that is told to stop has two seconds, and reading more shards than these for the report could take
@@ -165,7 +167,7 @@ class Driver:
 
     def _loop(self) -> Outcome:
         self._to_publish += self._ledger.take_complete()
-        self._enough_at = time.monotonic()
+        self._enough_at = self._looked_at = time.monotonic()
         while self._num_shards_left:
             self._check_slots()
             if self._has_too_many_errors:
@@ -332,6 +334,9 @@ class Driver:
     def _check_slots(self) -> None:
         """End ranks whose loop stands still: a hang looks like life to everything but its own counter."""
         now = time.monotonic()
+        if now - self._looked_at > _ABSENCE_S:
+            self._slots.excuse(now - self._looked_at, now)
+        self._looked_at = now
         for slot, state in enumerate(self._slots):
             limit_s = self._stall_timeout_s if state.capacity else self._start_timeout_s
             silent = self._replicas.silent_slots(slot, now)

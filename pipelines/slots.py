@@ -46,7 +46,8 @@ class Slot:
 
     def take(self, report: RankReport, now_s: float) -> None:
         """Its rank has said something."""
-        if report.num_turns != self.num_turns:
+        is_ready_now = report.capacity > 0 and not self.capacity  # an engine is built within one turn
+        if report.num_turns != self.num_turns or is_ready_now:
             self.num_turns, self.moved_at = report.num_turns, now_s
         self.capacity, self.node, self.device = report.capacity, report.node, report.device
         self.is_drained, self.is_stopped = report.is_drained, report.is_stopped
@@ -76,6 +77,11 @@ class Slots:
     def live(self) -> list[Slot]:
         """Those with a rank."""
         return [slot for slot in self._slots if slot.is_live]
+
+    def excuse(self, absent_s: float, now_s: float) -> None:
+        """Nobody looked for so long, until now: no rank stood still in that time, as far as is known."""
+        for slot in self._slots:
+            slot.moved_at = min(now_s, slot.moved_at + absent_s)
 
     def capacities(self) -> dict[int, int]:
         """How many rows at once each rank runs that is ready."""

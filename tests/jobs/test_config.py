@@ -223,6 +223,10 @@ def test_ranks_are_counted_in_whole_replicas(name: str) -> None:
     assert load_job(None, ["cluster.ranks_per_replica=4"], PATHS).cluster.num_ranks == 0
 
 
+def test_a_loop_cannot_stand_still_for_ever() -> None:
+    assert "cluster.stall_timeout_s" in refusal("cluster.stall_timeout_s=.inf")
+
+
 def test_a_replica_needs_time_to_say_which_rank_stands_still() -> None:
     message = refusal("cluster.ranks_per_replica=2", "cluster.stall_timeout_s=12")
     assert message == (

@@ -28,6 +28,24 @@ def test_a_slot_knows_its_rank_from_its_start_to_its_death() -> None:
     assert not slot.has_finished_rows, "that was another rank"
 
 
+def test_a_loop_that_loads_begins_to_count_when_it_is_ready() -> None:
+    slot = Slots(1)[0]
+    slot.begin(0.0)
+    slot.take(RankReport(num_turns=1, capacity=0), 1.0)
+    slot.take(RankReport(num_turns=1, capacity=0), 900.0)
+    assert slot.moved_at == 1.0
+    slot.take(RankReport(num_turns=1, capacity=8), 1000.0)
+    assert slot.moved_at == 1000.0, "an engine is built within one turn"
+
+
+def test_no_rank_stood_still_while_nobody_looked() -> None:
+    slots = Slots(2)
+    slots[0].begin(100.0)
+    slots[1].begin(400.0)
+    slots.excuse(absent_s=300.0, now_s=410.0)
+    assert [slot.moved_at for slot in slots] == [400.0, 410.0]
+
+
 def test_who_will_be_ready_later() -> None:
     slots = Slots(5)
     for number in range(4):
