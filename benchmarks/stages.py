@@ -61,8 +61,8 @@ _OPS = {
 }
 _KERNELS = (
     (re.compile(r"^(score_|unpack_queries|relay_keys)"), "indexer scoring"),
-    # A rank that waits for another does so in the barrier's kernel. Outputs that experts store at another rank
-    # are in the experts' own time: what they add to it shows against one rank with as many experts and rows.
+    # A rank that waits for another does so in the barrier's kernel. What experts store at another rank
+    # is in the experts' own time: what it adds to it shows against one rank with as many experts and rows.
     (re.compile(r"^(ncclDevKernel|send_rows_)|\bbarrier_kernel\b"), "traffic between ranks"),
 )
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
