@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
@@ -25,7 +25,7 @@ from pipelines.source_dataset import (
 )
 from pipelines.source_file import FileRows
 from pipelines.source_file import InputFile as InputFile
-from pipelines.source_location import Location, find_files, is_url
+from pipelines.source_location import Location, find_files, is_url, suffix_of
 from pipelines.source_parquet import ParquetRows, inspect_parquet
 from pipelines.source_text import (
     CsvRows,
@@ -118,7 +118,7 @@ def find_input(path: str, *, format: FileFormat | None = None, exclude: str | No
 
 def _tell_format(path: str, location: Location, names: Sequence[str]) -> FileFormat:
     # What has no name of its own kind is Parquet, and refused if it is not.
-    formats = {_FORMATS.get(PurePosixPath(name).suffix, "parquet"): name for name in names}
+    formats = {_FORMATS.get(suffix_of(name), "parquet"): name for name in names}
     if len(formats) > 1:
         (one, first), (other, second), *_ = formats.items()
         raise ConfigError(

@@ -5,16 +5,21 @@ Owns folders, globs and file systems; it must not know what is in a file.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import io
+import logging
 import os
-from collections.abc import Collection, Sequence
+import stat
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from engine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 4 << 20
 """What is fetched at once of a remote file. A few dozen such blocks are kept of each open file."""
@@ -76,31 +81,104 @@ def find_files(
 ) -> tuple[Location, tuple[str, ...]]:
     """Resolve a file, a folder (its files with one of ``suffixes``, at any depth) or a glob, in fixed order.
 
-    Files under the folder ``exclude`` are left out. Raises ``ConfigError`` when a URL cannot be listed.
+    Files in the folder ``exclude`` or below it are left out. Links are followed; of one file's names the
+    first is taken. Raises ``ConfigError`` when something cannot be listed or a link leads nowhere.
     """
     if path.startswith("file://"):
         path = open_file_system(path)[1]
-    root, names = _match_url(path, suffixes) if is_url(path) else _match(path, suffixes)
-    if exclude is not None and is_url(exclude) == is_url(root):
-        outside = (exclude if is_url(exclude) else os.path.abspath(exclude)).rstrip("/") + "/"
+    if not is_url(path):
+        folder, found = _match(path, suffixes, None if exclude is None or is_url(exclude) else exclude)
+        return Location(folder), found
+    root, names = _match_url(path, suffixes)
+    if exclude is not None and is_url(exclude):
+        outside = exclude.rstrip("/") + "/"
         names = [name for name in names if not f"{root.rstrip('/')}/{name}".startswith(outside)]
     return Location(root), tuple(sorted(set(names)))
 
 
-def _match(path: str, suffixes: Collection[str]) -> tuple[str, list[str]]:
+def _match(path: str, suffixes: Collection[str], exclude: str | None) -> tuple[str, tuple[str, ...]]:
     absolute = Path(path).absolute()
-    if absolute.is_file():
-        return str(absolute.parent), [absolute.name]
-    if absolute.is_dir():
-        found = glob.iglob(f"{glob.escape(str(absolute))}/**/*", recursive=True)
-        names = [Path(p).relative_to(absolute).as_posix() for p in found if os.path.isfile(p)]
-        return str(absolute), [name for name in names if _is_wanted(name, suffixes)]
+    outside = None if exclude is None else os.path.realpath(exclude)
+    if os.path.isfile(absolute):
+        is_outside = _is_within(os.path.realpath(absolute.parent), outside)
+        return str(absolute.parent), () if is_outside else (absolute.name,)
+    if os.path.isdir(absolute):
+        found = _walk(str(absolute), ("**", "*"), _is_hidden, outside)
+        return str(absolute), _name_once({n: real for n, real in found.items() if _has_suffix(n, suffixes)})
     fixed = _fixed_parts(absolute.parts)
-    root = Path(*fixed)
-    if len(fixed) == len(absolute.parts):
-        return str(root), []
-    matches = (Path(p) for p in glob.iglob(str(absolute), recursive=True) if os.path.isfile(p))
-    return str(root), [match.relative_to(root).as_posix() for match in matches]
+    root, pieces = str(Path(*fixed)), absolute.parts[len(fixed) :]
+    if not pieces or not os.path.isdir(root):
+        return root, ()
+    return root, _name_once(_walk(root, pieces, lambda name: name.startswith("."), outside))
+
+
+def _walk(
+    root: str, pieces: Sequence[str], is_hidden: Callable[[str], bool], outside: str | None
+) -> dict[str, str]:
+    """The files under ``root`` that match ``pieces`` of a glob, by name, and where each really lies.
+
+    Of a real folder's several names the first is walked, so that links in a circle end. No wildcard matches
+    a hidden name, but where it begins as one. Nothing in ``outside`` is found.
+    """
+    found: dict[str, str] = {}
+    walked: dict[tuple[str, int], str] = {}
+    waiting = [("", os.path.realpath(root), 0)]
+    while waiting:
+        prefix, folder, place = waiting.pop()
+        if _is_within(folder, outside):
+            continue
+        if (folder, place) in walked:
+            if (first := walked[folder, place]) != prefix:
+                logger.warning("input folder %r is %r by another name: read once", prefix, first or root)
+            continue
+        walked[folder, place] = prefix
+        piece, is_last = pieces[place], place == len(pieces) - 1
+        for name in _list(root, prefix, piece, is_hidden):
+            real, mode = _resolve(root, prefix + name, os.path.join(folder, name))
+            if stat.S_ISREG(mode) and is_last:
+                found[prefix + name] = real
+            elif stat.S_ISDIR(mode) and (piece == "**" or not is_last):
+                waiting.append((f"{prefix}{name}/", real, place if piece == "**" else place + 1))
+        if piece == "**" and not is_last:
+            waiting.append((prefix, folder, place + 1))
+    return found
+
+
+def _list(root: str, prefix: str, piece: str, is_hidden: Callable[[str], bool]) -> list[str]:
+    """The names in a folder that match ``piece``, the last one first."""
+    folder = os.path.join(root, prefix.rstrip("/"))
+    if not glob.has_magic(piece):
+        return [piece] if os.path.lexists(os.path.join(folder, piece)) else []
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise ConfigError(f"input folder {folder!r} cannot be listed: {error.strerror}") from error
+    may_be_hidden = is_hidden(piece)
+    matching = (name for name in names if piece == "**" or fnmatch.fnmatchcase(name, piece))
+    return sorted((name for name in matching if may_be_hidden or not is_hidden(name)), reverse=True)
+
+
+def _resolve(root: str, name: str, path: str) -> tuple[str, int]:
+    """Where ``path`` really lies, whose folder does lie there, and its mode."""
+    try:
+        mode = os.stat(path).st_mode
+        return os.path.realpath(path) if os.path.islink(path) else os.path.normpath(path), mode
+    except OSError as error:
+        what = "is a link that leads nowhere" if os.path.islink(path) else "cannot be looked at"
+        raise ConfigError(f"{os.path.join(root, name)!r} in the input {what}: {error.strerror}") from error
+
+
+def _name_once(found: Mapping[str, str]) -> tuple[str, ...]:
+    """The names in order, of those of one file the first."""
+    first: dict[str, str] = {}
+    for name in sorted(found):
+        if first.setdefault(found[name], name) != name:
+            logger.warning("input file %r is %r by another name: read once", name, first[found[name]])
+    return tuple(first.values())
+
+
+def _is_within(folder: str, outside: str | None) -> bool:
+    return outside is not None and os.path.commonpath((folder, outside)) == outside
 
 
 def _match_url(url: str, suffixes: Collection[str]) -> tuple[str, list[str]]:
@@ -131,6 +209,18 @@ def _fixed_parts(parts: Sequence[str]) -> list[str]:
 
 
 def _is_wanted(name: str, suffixes: Collection[str]) -> bool:
+    return not any(map(_is_hidden, PurePosixPath(name).parts)) and _has_suffix(name, suffixes)
+
+
+def _is_hidden(piece: str) -> bool:
     # Parquet readers skip these names in a folder: "_SUCCESS", "_overnight/", ".cache/".
-    is_hidden = any(piece.startswith(("_", ".")) for piece in PurePosixPath(name).parts)
-    return not is_hidden and PurePosixPath(name).suffix in suffixes
+    return piece.startswith(("_", "."))
+
+
+def _has_suffix(name: str, suffixes: Collection[str]) -> bool:
+    return suffix_of(name) in suffixes
+
+
+def suffix_of(name: str) -> str:
+    """What says of which kind a file is: ``A.CSV`` is of the same as ``a.csv``."""
+    return PurePosixPath(name).suffix.lower()

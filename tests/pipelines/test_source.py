@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import glob
+import os
 import random
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 
 from engine import ConfigError
 from pipelines.source import InputFile, RowReader, find_input, plan_shards
+from pipelines.source_location import find_files
 
 
 def write(path: Path, rows: int, first: int = 0, row_group_size: int | None = None) -> None:
@@ -42,6 +46,121 @@ def test_the_output_inside_the_input_is_not_input(tmp_path: Path) -> None:
     write(tmp_path / "out" / "part-0.parquet", 1)
     found = find_input(str(tmp_path), exclude=str(tmp_path / "out"))
     assert [file.path for file in found.files] == ["a.parquet"]
+
+
+def test_an_output_that_a_link_puts_into_the_input_is_not_input(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "a.parquet", 1)
+    write(tmp_path / "in" / "res" / "part-0.parquet", 1)
+    (tmp_path / "outlink").symlink_to(tmp_path / "in" / "res")
+    (tmp_path / "inlink").symlink_to(tmp_path / "in")
+    write(tmp_path / "far" / "part-0.parquet", 1)
+    (tmp_path / "in" / "near").symlink_to(tmp_path / "far")
+    for name in ("in", "inlink", "in/**/*.parquet", "in*/*.parquet", "in*/**"):
+        for out in ("outlink", "in/res", "inlink/res"):
+            found = find_input(str(tmp_path / name), exclude=str(tmp_path / out))
+            names = [file.path.removeprefix("in/") for file in found.files]
+            assert [name for name in names if name.startswith("res")] == [], (name, out)
+            assert "a.parquet" in names
+    for out in ("far", "in/near"):
+        names = [f.path for f in find_input(str(tmp_path / "in"), exclude=str(tmp_path / out)).files]
+        assert names == ["a.parquet", "res/part-0.parquet"]
+
+
+@pytest.mark.parametrize("link", ["a", "loop", "sub/up", "zz"])
+def test_links_in_a_circle_multiply_no_row(
+    tmp_path: Path, link: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.parquet", "b.parquet", "sub/c.parquet"):
+        write(tmp_path / "in" / name, 2)
+    (tmp_path / "in" / link).symlink_to(tmp_path / "in")
+    for path in ("in", "in/**/*.parquet", "in/**", "in/**/**/*"):
+        found = find_input(str(tmp_path / path))
+        assert [file.path for file in found.files] == ["a.parquet", "b.parquet", "sub/c.parquet"], path
+        assert f"{link}/' is" in caplog.text
+        caplog.clear()
+
+
+def test_links_lead_to_files_and_each_is_taken_by_its_first_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("far/x.parquet", "far/deep/y.parquet", "far/_no/z.parquet", "one.parquet", "in/b.parquet"):
+        write(tmp_path / name, 1)
+    for link, target in (
+        ("m", "far"),
+        ("n", "far"),
+        ("one.parquet", "one.parquet"),
+        ("c.parquet", "in/b.parquet"),
+    ):
+        (tmp_path / "in" / link).symlink_to(tmp_path / target)
+    found = find_input(str(tmp_path / "in"))
+    assert [f.path for f in found.files] == ["b.parquet", "m/deep/y.parquet", "m/x.parquet", "one.parquet"]
+    assert "'c.parquet' is 'b.parquet' by another name" in caplog.text
+    assert "'n/' is 'm/' by another name" in caplog.text
+    reader = RowReader(found.root, found.kind, found.files, ["v"])
+    assert next(reader.read("m/deep/y.parquet", 0, 1)).to_pylist() == [{"v": 0}]
+    reader.close()
+
+
+@pytest.mark.parametrize("target", ["gone.parquet", "c.parquet"])
+@pytest.mark.parametrize("path", ["in", "in/*.parquet", "in/**/*.parquet", "i*/*"])
+def test_a_link_that_leads_nowhere_is_refused_by_name(tmp_path: Path, path: str, target: str) -> None:
+    write(tmp_path / "in" / "a.parquet", 1)
+    (tmp_path / "in" / "c.parquet").symlink_to(tmp_path / "in" / target)
+    with pytest.raises(ConfigError, match=r"in/c\.parquet' .*link that leads nowhere"):
+        find_input(str(tmp_path / path))
+    (tmp_path / "in" / "c.parquet").rename(tmp_path / "in" / ".c.parquet")
+    assert len(find_input(str(tmp_path / path)).files) == 1
+
+
+@pytest.mark.parametrize("path", ["in", "in/*/*.parquet", "in/**/*.parquet"])
+def test_a_folder_that_may_not_be_listed_is_refused_by_name(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "in" / "a.parquet", 1)
+    write(tmp_path / "in" / "sub" / "b.parquet", 1)
+    listdir = os.listdir
+
+    def refuse(folder: str) -> list[str]:
+        # Not by its mode: who runs tests as root may list all.
+        if str(folder).endswith("/sub"):
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(ConfigError, match=r"in/sub' cannot be listed: Permission denied"):
+        find_input(str(tmp_path / path))
+
+
+def test_suffixes_are_compared_without_case(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 1)
+    write(tmp_path / "D.PARQUET", 1)
+    assert [file.path for file in find_input(str(tmp_path)).files] == ["D.PARQUET", "a.parquet"]
+    (tmp_path / "b.CSV").write_text("prompt\na\n")
+    assert find_input(str(tmp_path / "b.CSV")).kind == "csv"
+    with pytest.raises(ConfigError, match=r"holds parquet .* and csv \('b\.CSV'\)"):
+        find_input(str(tmp_path))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_globs_match_what_the_standard_library_matches(tmp_path: Path, seed: int) -> None:
+    print("seed", seed)
+    random_ = random.Random(seed)
+    for _ in range(30):
+        folders = random_.choices(["x", "y", "xy", ".h", "_u"], k=random_.randrange(3))
+        path = tmp_path.joinpath(*folders, random_.choice(["a.csv", "b.csv", ".c.csv", "_d.csv"]))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("prompt\na\n")
+    pieces = ["*", "**", "x*", "?", "[xy]", ".h", "_u", ".*", "x", "..", "*.csv", "a.csv"]
+    for _ in range(100):
+        pattern = os.path.join(tmp_path, "*", *random_.choices(pieces, k=random_.randrange(4)))
+        root = tmp_path
+        expected = {
+            os.path.relpath(p, root) for p in glob.iglob(pattern, recursive=True) if os.path.isfile(p)
+        }
+        location, names = find_files(pattern, [])
+        assert location.root == str(root)
+        assert {os.path.realpath(root / n) for n in names} == {os.path.realpath(root / n) for n in expected}
+        assert ".." in pattern or set(names) == expected, pattern
 
 
 @pytest.mark.parametrize("name", ["nothing", "*.parquet", "empty"])
