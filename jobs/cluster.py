@@ -24,7 +24,7 @@ from jobs.job_plan import output_folder, plan_job, record_job, with_absolute_pat
 from jobs.rank import EngineBuilder, RankSpec, rank_capacity
 from jobs.stop_signals import StopSignals
 from jobs.time_limit import TimeLimit
-from pipelines.commits import check_destination
+from pipelines.commits import check_destination, try_read_commit
 from pipelines.driver import Driver, JobFailed, Outcome
 from pipelines.manifest import (
     DriverLock,
@@ -34,10 +34,13 @@ from pipelines.manifest import (
     discard_changed_job,
     write_plan,
 )
+from pipelines.metrics import MetricsListener
 from pipelines.plan import Plan, slice_of_shards
+from pipelines.rank_protocol import NoRanks
 from pipelines.report import read_status
 
 if TYPE_CHECKING:
+    from jobs.fleet import RayFleet
     from jobs.ray_connection import Places
 
 logger = logging.getLogger(__name__)
@@ -89,7 +92,10 @@ def run_job(
             check_folder(folder, plan)
             check_destination(folder, plan)
             shards = None if part is None else slice_of_shards(len(plan.shards), *part)
-            connection = _connected(job, signals)
+            if part is not None and not shards:
+                logger.warning("slice %d/%d is empty: the job has %d shards", *part, len(plan.shards))
+            is_done = _is_committed(folder, plan, shards)
+            connection = contextlib.nullcontext() if is_done else _connected(job, signals)
             signals.hold()
             with connection as places:
                 spec = RankSpec(job=job, run=0, build_engine=build_engine)
@@ -165,10 +171,28 @@ def _refuse_upload(folder: OutputFolder) -> None:
             )
 
 
-def _drive(spec: RankSpec, plan: Plan, shards: range | None, places: Places, signals: StopSignals) -> Outcome:
+def _is_committed(folder: OutputFolder, plan: Plan, shards: range | None) -> bool:
+    """Whether nothing is left to run. The last shards are looked at first: they are the likeliest to miss."""
+    own = range(len(plan.shards)) if shards is None else shards
+    return all(try_read_commit(folder, plan, index) is not None for index in reversed(own))
+
+
+def _ranks(
+    spec: RankSpec, folder: OutputFolder, places: Places | None
+) -> tuple[RayFleet | NoRanks, MetricsListener | None]:
+    """The ranks of a run, and who is told what it measures. ``places`` None: nothing is left for any rank."""
+    if places is None:
+        return NoRanks(), None
     from jobs.fleet import RayFleet
     from jobs.metrics import RayMetrics
 
+    fleet = RayFleet(spec, places.num_slots, has_gpus=places.has_gpus)
+    return fleet, RayMetrics(str(folder.path)).take
+
+
+def _drive(
+    spec: RankSpec, plan: Plan, shards: range | None, places: Places | None, signals: StopSignals
+) -> Outcome:
     folder = output_folder(spec.job)
     has_begun = folder.state.exists()
     write_plan(folder, plan)
@@ -176,7 +200,7 @@ def _drive(spec: RankSpec, plan: Plan, shards: range | None, places: Places, sig
         try:
             run = claim_run(folder)
             record_job(folder, spec.job)
-            fleet = RayFleet(replace(spec, run=run), places.num_slots, has_gpus=places.has_gpus)
+            fleet, listener = _ranks(replace(spec, run=run), folder, places)
             try:
                 driver = Driver(
                     folder,
@@ -185,16 +209,19 @@ def _drive(spec: RankSpec, plan: Plan, shards: range | None, places: Places, sig
                     run=run,
                     shards=shards,
                     capacity=rank_capacity(spec.job),
-                    min_ranks=places.min_ranks,
-                    place_timeout_s=spec.job.cluster.place_timeout_s,
+                    min_ranks=1 if places is None else places.min_ranks,
+                    place_timeout_s=0.0 if places is None else spec.job.cluster.place_timeout_s,
                     max_errors=spec.job.output.max_errors,
                     stall_timeout_s=spec.job.cluster.stall_timeout_s,
                     cost_per_rank_hour=spec.job.cluster.cost_per_rank_hour,
                     max_error_rate=spec.job.output.max_error_rate,
-                    on_metrics=RayMetrics(str(folder.path)).take,
+                    on_metrics=listener,
                 )
                 signals.watch(driver)
-                logger.info("Ray is up; up to %d ranks load %s", places.num_slots, spec.job.model.path)
+                if places is None:
+                    logger.info("every shard is committed already")
+                else:
+                    logger.info("Ray is up; up to %d ranks load %s", places.num_slots, spec.job.model.path)
                 return driver.run()
             finally:
                 fleet.close()

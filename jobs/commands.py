@@ -20,8 +20,10 @@ from jobs.config import JobConfig, load_job
 from jobs.exit_codes import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, EXIT_TOO_MANY_ERRORS, STOPPED_SENTENCE
 from jobs.slurm import SlurmRequest, render_script, submit_script
 from pipelines.driver import Outcome
+from pipelines.manifest import OutputFolder, Tally, load_plan
+from pipelines.plan import slice_of_shards
 from pipelines.progress import TIME_LEFT_UNKNOWN
-from pipelines.report import JobStatus, read_status
+from pipelines.report import JobStatus, ShardCounts, count_shards, read_status
 from pipelines.report_page import write_reports
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ STOPPED_STATES = {
         "stopped, more error rows than output.max_errors; raise it to go on, which loses no row, "
         "or correct the input and begin anew with --discard-changed"
     ),
+    Outcome.COMMITTED.value: "a slice is done; to go on run the other slices, or the job without --slice",
     "failed": "failed, the log says of what; run the same command again to go on once that is mended",
 }
 """What ``status`` says of a job that is not finished, by how its last run ended."""
@@ -75,14 +78,17 @@ def _run(job: JobConfig, parsed: argparse.Namespace) -> int:
         part=parsed.slice,
         limit_s=min(limits, default=None),
     )
-    sentence = _closing_sentence(job, code)
+    sentence = _closing_sentence(job, code, parsed.slice)
     if sentence is not None:
         print(sentence, file=sys.stderr)
     return leave_if_stopped(code)
 
 
-def _closing_sentence(job: JobConfig, code: int) -> str | None:
-    """What a run came to and what to look at next; None where a failure has been told already."""
+def _closing_sentence(job: JobConfig, code: int, part: tuple[int, int] | None) -> str | None:
+    """What a run, of slice ``part`` or of the whole job, came to and what to look at next.
+
+    None where a failure has been told already.
+    """
     from jobs.job_plan import output_folder
 
     if code == EXIT_STOPPED:
@@ -91,10 +97,46 @@ def _closing_sentence(job: JobConfig, code: int) -> str | None:
         return None
     folder = output_folder(job)
     status = read_status(folder.path)
-    counts = f"{status.num_ok} rows ok, {status.num_error} error rows, under {job.output.path}"
+    if part is None:
+        counts = f"{_count_rows(status.tally)}, under {job.output.path}"
+    else:
+        counts = _tell_slice(folder, part, status, job.output.path)
     if code == EXIT_TOO_MANY_ERRORS and status.is_finished:
         counts += f"; that is more than output.max_error_rate ({job.output.max_error_rate:g}) allows"
     return f"batch-generate: {counts}; the report is {folder.page_file}"
+
+
+def _tell_slice(folder: OutputFolder, part: tuple[int, int], status: JobStatus, place: str) -> str:
+    """How far a slice is, and what other slices have to do."""
+    plan = load_plan(folder)
+    shards = slice_of_shards(len(plan.shards), *part)
+    counts = count_shards(folder, plan, plan.shards[shards.start : shards.stop])
+    clauses = [
+        f"slice {part[0]}/{part[1]}: {_tell_shards(counts)} ({_count_rows(counts.tally)}), under {place}"
+    ]
+    num_left = status.num_shards - status.num_shards_committed - counts.num_shards + counts.num_committed
+    if status.is_finished:
+        clauses.append(f"so is the whole job ({_count_rows(status.tally)})")
+    elif num_left:
+        verb = "is" if num_left == 1 else "are"
+        clauses.append(f"{num_left} of the job's {status.num_shards} shards {verb} left to other slices")
+    return "; ".join(clauses)
+
+
+def _tell_shards(counts: ShardCounts) -> str:
+    if not counts.num_shards:
+        return "it has no shards"
+    if counts.num_committed < counts.num_shards:
+        return f"committed {counts.num_committed} of its {counts.num_shards} shards"
+    return (
+        "its shard is committed"
+        if counts.num_shards == 1
+        else f"its {counts.num_shards} shards are committed"
+    )
+
+
+def _count_rows(tally: Tally) -> str:
+    return f"{tally.num_ok} rows ok, {tally.num_error} error rows"
 
 
 def _plan(job: JobConfig, parsed: argparse.Namespace) -> int:

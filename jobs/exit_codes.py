@@ -14,7 +14,8 @@ EXIT_STOPPED = 75
 EXIT_CODES = {
     "run": """\
 exit codes:
-  0   every shard is committed, with no more error rows than output.max_error_rate allows
+  0   every shard (with --slice, of that slice) is committed; once all of the job's are, with no more
+      error rows than output.max_error_rate allows
   1   anything else
   2   refused: the config or the input is wrong; nothing was written
   3   more error rows than output.max_error_rate allows when every shard is committed, or more than

@@ -129,3 +129,28 @@ class Fleet(Protocol):
 
     def kill(self, slot: int) -> None:
         """End the rank of a slot at once, dead or alive."""
+
+
+class NoRanks:
+    """The fleet of a run in which every shard is committed: there is no slot to ask for."""
+
+    num_slots = 0
+    ranks_per_replica = 1
+
+    def has_place(self, slot: int) -> bool:
+        raise AssertionError("there is no slot")
+
+    def start(self, slot: int) -> None:
+        raise AssertionError("there is no slot")
+
+    def exchange(self, slot: int, orders: Orders) -> None:
+        raise AssertionError("there is no slot")
+
+    def wait(self, timeout_s: float) -> list[tuple[int, RankReport | RankDied]]:
+        return []
+
+    def kill(self, slot: int) -> None:
+        raise AssertionError("there is no slot")
+
+    def close(self) -> None:
+        pass

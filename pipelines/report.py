@@ -23,7 +23,9 @@ from pipelines.manifest import (
     load_plan,
     replace_durably,
 )
+from pipelines.plan import Plan
 from pipelines.sink import count_rows, read_shard_rows
+from pipelines.source import Shard
 
 T = TypeVar("T")
 
@@ -122,6 +124,16 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardCounts:
+    """Some shards of a job: how many are committed, with how many rows; ``tally`` has journaled rows too."""
+
+    num_shards: int
+    num_committed: int
+    num_rows_committed: int
+    tally: Tally
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
     """A running, stopped or finished job, as its folder tells it.
 
@@ -210,27 +222,16 @@ def read_status(output_dir: str | Path, *, ended_run: int | None = None) -> JobS
     """
     folder = OutputFolder(Path(output_dir))
     plan = load_plan(folder)
-    tally, num_shards_committed, num_rows_committed = Tally(), 0, 0
-    for shard in plan.shards:
-        committed = try_read_commit(folder, plan, shard.index)
-        if committed is None and folder.shard_journals(shard.index).is_dir():
-            journaled = count_rows(read_shard_rows(folder, plan, shard.index))
-            # Published while its journals were read, maybe: then they were going away.
-            committed = try_read_commit(folder, plan, shard.index)
-            tally += journaled if committed is None else Tally()
-        if committed is not None:
-            tally += committed
-            num_shards_committed += 1
-            num_rows_committed += committed.num_rows
+    counts = count_shards(folder, plan, plan.shards)
     runs = read_runs(folder)
     live = [run for run in _find_live(folder, runs) if run.run != ended_run]
     last = live or runs[-1:]
     return JobStatus(
         num_rows=plan.num_rows,
-        num_shards=len(plan.shards),
-        num_shards_committed=num_shards_committed,
-        num_rows_committed=num_rows_committed,
-        tally=tally,
+        num_shards=counts.num_shards,
+        num_shards_committed=counts.num_committed,
+        num_rows_committed=counts.num_rows_committed,
+        tally=counts.tally,
         num_in_flight=sum(run.num_in_flight for run in live),
         num_reused=sum(run.num_reused for run in last),
         num_run=sum(run.num_run for run in last),
@@ -245,6 +246,28 @@ def read_status(output_dir: str | Path, *, ended_run: int | None = None) -> JobS
         is_running=bool(live) or (ended_run is None and is_driver_alive(folder)),
         environments=distinct(found for run in runs for found in run.environments),
         engine_settings=distinct(found for run in runs for found in run.engine_settings),
+    )
+
+
+def count_shards(folder: OutputFolder, plan: Plan, shards: Sequence[Shard]) -> ShardCounts:
+    """What is committed of ``shards``, and what journals answer of the others."""
+    tally, num_committed, num_rows_committed = Tally(), 0, 0
+    for shard in shards:
+        committed = try_read_commit(folder, plan, shard.index)
+        if committed is None and folder.shard_journals(shard.index).is_dir():
+            journaled = count_rows(read_shard_rows(folder, plan, shard.index))
+            # Published while its journals were read, maybe: then they were going away.
+            committed = try_read_commit(folder, plan, shard.index)
+            tally += journaled if committed is None else Tally()
+        if committed is not None:
+            tally += committed
+            num_committed += 1
+            num_rows_committed += committed.num_rows
+    return ShardCounts(
+        num_shards=len(shards),
+        num_committed=num_committed,
+        num_rows_committed=num_rows_committed,
+        tally=tally,
     )
 
 

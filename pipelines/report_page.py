@@ -99,6 +99,8 @@ def _head(name: str, status: JobStatus, runs: Sequence[RunRecord]) -> str:
         state = "finished"
     elif status.is_running:
         state = "running"
+    elif last == "committed":
+        state, words = "stopped", "a slice is done, others are left"
     else:
         state = "failed" if last == "failed" else "stopped"
     now = time.strftime("%Y-%m-%d %H:%M:%S %Z")

@@ -16,10 +16,13 @@ import pytest
 from engine import ConfigError
 from jobs import VERSION, cli, commands
 from jobs.arguments import build_parser
-from jobs.config import JobConfig
-from pipelines.manifest import DriverLock, OutputFolder, Tally, write_plan
+from jobs.config import JobConfig, load_job
+from jobs.job_plan import plan_job, with_absolute_paths
+from pipelines.driver import Driver, Outcome
+from pipelines.manifest import DriverLock, OutputFolder, Tally, claim_run, write_plan
+from pipelines.plan import slice_of_shards
 from pipelines.report import Effort, JobStatus, WastedTokens, read_status
-from tests.small_jobs import make_plan, start_run, write_prompts
+from tests.small_jobs import InProcessFleet, make_plan, start_run, write_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -265,3 +268,58 @@ def test_a_run_that_has_no_row_yet_says_that_its_time_left_is_not_known(tmp_path
         assert "time left not known" in commands.format_status(read_status(folder.path)).splitlines()[0]
         driver.run()
     assert "time left" not in commands.format_status(read_status(folder.path))
+
+
+def run_without_ray(flags: dict[str, str], *settings: str, part: tuple[int, int]) -> None:
+    """What ``run --slice`` would commit, by ranks in this process."""
+    job = with_absolute_paths(load_job(None, settings, flags))
+    folder, plan = OutputFolder(Path(job.output.path)), plan_job(job)
+    write_plan(folder, plan)
+    run = claim_run(folder)
+    fleet, shards = InProcessFleet(folder, plan, run, 2), slice_of_shards(len(plan.shards), *part)
+    assert Driver(folder, plan, fleet, run=run, shards=shards).run() is Outcome.COMMITTED
+
+
+def test_a_slice_tells_of_itself_and_nothing_is_started_for_what_is_committed(
+    tmp_path: Path, bard_path: Path
+) -> None:
+    out = tmp_path / "out"
+    write_prompts(tmp_path / "in.parquet", [None, *[[1]] * 7])
+    flags = {"model.path": str(bard_path), "input.path": f"{tmp_path}/in.parquet", "output.path": str(out)}
+    setting = "input.rows_per_shard=2"
+    command = ["run", *(f"--{key.split('.')[0]}={value}" for key, value in flags.items()), "--set", setting]
+
+    def closing(*more: str, code: int = 0) -> str:
+        done = run_command(*command, *more)
+        assert done.returncode == code, done.stderr
+        assert "starting a Ray" not in done.stderr
+        assert ("is empty: the job has 4 shards" in done.stderr) is ("0/9" in more)
+        said = done.stderr.splitlines()[-1]
+        assert said.startswith("batch-generate: ")
+        assert said.endswith(f"; the report is {out}/_overnight/report.html")
+        return said.removeprefix("batch-generate: ").rpartition("; the report is ")[0]
+
+    run_without_ray(flags, setting, part=(1, 2))
+    (out / "_overnight" / "report.json").unlink()
+    left = "2 of the job's 4 shards are left to other slices"
+    assert closing("--slice", "1/2") == (
+        f"slice 1/2: its 2 shards are committed (4 rows ok, 0 error rows), under {out}; {left}"
+    )
+    assert closing("--slice", "3/4").startswith("slice 3/4: its shard is committed (2 rows ok, 0 error rows)")
+    assert closing("--slice", "0/9") == (
+        f"slice 0/9: it has no shards (0 rows ok, 0 error rows), under {out}; {left}"
+    )
+    assert json.loads((out / "_overnight" / "report.json").read_text())["num_shards_committed"] == 2
+    state = run_command("status", str(out)).stdout.splitlines()[0]
+    assert state.startswith(
+        "a slice is done; to go on run the other slices, or the job without --slice: 2 of 4"
+    )
+
+    run_without_ray(flags, setting, part=(0, 2))
+    too_many = "that is more than output.max_error_rate (0.05) allows"
+    assert closing(code=3) == f"7 rows ok, 1 error rows, under {out}; {too_many}"
+    assert closing("--slice", "0/2", "--set", "output.max_error_rate=0.5") == (
+        f"slice 0/2: its 2 shards are committed (3 rows ok, 1 error rows), under {out}; "
+        "so is the whole job (7 rows ok, 1 error rows)"
+    )
+    assert run_command("status", str(out)).stdout.startswith("finished: 4 of 4 shards committed")
