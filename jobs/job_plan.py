@@ -175,6 +175,7 @@ def answer_settings(job: JobConfig) -> dict[str, Any]:
     if job.chat.template is not None:
         settings["chat.template"] = hashlib.blake2b(Path(job.chat.template).read_bytes()).hexdigest()[:32]
     settings |= {f"sampling.{name}": value for name, value in asdict(job.sampling).items()}
+    settings["sampling.seed"] = job.sampling.seed or None  # not set is 0
     settings |= {
         f"engine.{name}": value for name, value in asdict(job.engine).items() if name not in SPEED_ONLY
     }

@@ -240,7 +240,12 @@ def test_settings_that_change_answers_make_another_job(make_job: Any) -> None:
         difference = describe_difference(plan, plan_job(make_job(override)))
         assert difference is not None
         assert difference.startswith(name)
-    for override in ["engine.max_num_seqs=3", "engine.enable_prefix_caching=false", "cluster.num_ranks=7"]:
+    for override in [
+        "sampling.seed=0",
+        "engine.max_num_seqs=3",
+        "engine.enable_prefix_caching=false",
+        "cluster.num_ranks=7",
+    ]:
         assert describe_difference(plan, plan_job(make_job(override))) is None
     assert {f"engine.{name}" for name in SPEED_ONLY} & plan.settings.keys() == set()
 
