@@ -284,7 +284,7 @@ def _sort_out_keys(tree: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], 
 
 
 def _unknown_key(key: str) -> str:
-    """Name the nearest valid key: in the nearest section if one is near enough, else anywhere."""
+    """Name the nearest valid key: in the nearest section, unless another has a name that is near."""
     keys = _section_keys()
     section, _, name = str(key).partition(".")
     near_sections = difflib.get_close_matches(section, keys, n=1, cutoff=0.6)
@@ -292,7 +292,7 @@ def _unknown_key(key: str) -> str:
         return f"unknown key {key}: the nearest valid one is {near_sections[0]}"
     siblings = {sibling: f"{near}.{sibling}" for near in near_sections for sibling in keys[near]}
     anywhere = {full.rpartition(".")[2]: full for full in reversed(_valid_keys())}
-    for candidates, cutoff in ((siblings, 0.6), (anywhere, 0.0)):
+    for candidates, cutoff in ((siblings, 0.6), (anywhere, 0.6), (siblings, 0.0), (anywhere, 0.0)):
         closest = difflib.get_close_matches(name or section, candidates, n=1, cutoff=cutoff)
         if closest:
             return f"unknown key {key}: the nearest valid one is {candidates[closest[0]]}"

@@ -80,6 +80,7 @@ def test_a_job_survives_json() -> None:
         ("engine.max_seqs=4", "engine.max_num_seqs"),
         ("cluster.ranks=2", "cluster.num_ranks"),
         ("engine.temperature=2", "sampling.temperature"),
+        ("output.foo=1", "output.format"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(override: str, nearest: str) -> None:
