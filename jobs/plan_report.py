@@ -334,7 +334,7 @@ def _time_line(found: JobForecast) -> str:
     ranks = f"{found.num_ranks} ranks" if found.num_ranks > 1 else "one rank"
     return (
         f"time: at most {seconds / 3600:.2f} h on {ranks} at {found.tokens_per_s:g} tokens a second each, "
-        f"{seconds * found.num_ranks / 3600:.2f} GPU-hours"
+        f"{seconds * found.num_ranks / 3600:.2f} rank-hours"
     )
 
 

@@ -153,6 +153,7 @@ def test_the_layout_is_told(tmp_path: Path, settings: list[str], line: str) -> N
     found = forecast(tmp_path, *(f"cluster.{setting}" for setting in settings), tokens_per_s=1)
     assert line in format_forecast(found).splitlines()
     assert found.most_seconds == pytest.approx(found.num_ranks**-1 * (2 + found.facts.most_output_tokens))
+    assert f"{found.most_seconds * found.num_ranks / 3600:.2f} rank-hours" in format_forecast(found)
 
 
 def test_a_ranks_memory_is_that_of_its_share_of_the_experts(tmp_path: Path) -> None:
