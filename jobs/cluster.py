@@ -219,7 +219,7 @@ def _drive(
                 )
                 signals.watch(driver)
                 if places is None:
-                    logger.info("every shard is committed already")
+                    logger.info("no shard is left to run: Ray is not started")
                 else:
                     logger.info("Ray is up; up to %d ranks load %s", places.num_slots, spec.job.model.path)
                 return driver.run()
