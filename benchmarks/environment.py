@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -13,10 +14,10 @@ import triton
 
 
 def device_name() -> str:
-    """The GPU's name, or the CPU's architecture and core count."""
+    """The GPU's name, or the CPU's architecture and core count (an engine computes on one thread there)."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} torch thread(s)"
+    return f"{platform.processor() or platform.machine()} CPU, {os.cpu_count()} core(s)"
 
 
 def commit() -> str:
