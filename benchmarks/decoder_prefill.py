@@ -63,14 +63,18 @@ def measure(model: str, mode: str, prompt: list[int], args: argparse.Namespace) 
     return seconds, row_layers / (shape.num_layers * len(prompt)), outputs[0].completions[0].output_digest
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decoder_prefill",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--model", default="examples/bard/model")
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kernel-impl", default="auto", choices=["auto", "triton", "torch"])
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     print(describe())
     with tempfile.TemporaryDirectory() as folder:
         model = with_max_positions(args.model, args.tokens + 64, folder)

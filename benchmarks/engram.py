@@ -3,6 +3,10 @@
 Writes a checkpoint of the first layers at real dimensions, with tables of the size asked for, and runs the
 same prompts of random tokens on an engine with ``engram`` gpu, host and mmap: at first from files of which
 nothing is in memory, then again. Random tokens repeat no n-gram, so each row is a new one: the worst case.
+
+The checkpoint has 41 GB at real dimensions: the tables (--table-gib) and 9 GB of layers. Without --folder it
+lies in a temporary folder (TMPDIR says where), which is deleted at the end and after SIGTERM. Needs a GPU,
+except with --dims small or --write-only.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ import gc
 import json
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,8 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.command_line import need_gpus, positive, scratch_folder
 from benchmarks.environment import describe
-from benchmarks.make_checkpoint import cut_config, write_checkpoint
+from benchmarks.make_checkpoint import check_room, cut_config, write_checkpoint
 from benchmarks.model_dims import DIMS, num_buckets
 from benchmarks.release_layout import BLOCK, release_entries
 from engine import EngineConfig, Request, SamplingParams
@@ -32,6 +36,8 @@ from engine.llm_engine import LLMEngine
 
 PAGE = mmap.PAGESIZE
 NUM_DECODING = 16
+PLACES = ("gpu", "host", "mmap")
+_TABLE_GIB = {"flash": 30.0, "small": 0.01}  # unless asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +59,9 @@ def write_model(folder: Path, args: argparse.Namespace) -> None:
         text, layers, n_routed_experts=args.experts, engram_vocab_size=int(num_rows / num_buckets(text)) + 1
     )
     entries = release_entries(config["text_config"], num_draft_stages=0)
-    started = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
+    check_room(folder, entries)
+    started = time.perf_counter()
     write_checkpoint(folder, config, entries, is_repeated=True)
     for path in folder.glob("*.safetensors"):
         with open(path, "rb") as file:
@@ -219,24 +226,41 @@ def line(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engram",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument(
-        "--folder", type=Path, help="where the checkpoint is, or is written and left; else it is deleted"
+        "--folder", type=Path, help="where the checkpoint is, or is written and left (a temporary one)"
     )
     parser.add_argument(
         "--dims", choices=sorted(DIMS), default="flash", help="small: for a CPU, says nothing"
     )
-    parser.add_argument("--table-gib", type=float, default=30.0, help="both tables (30)")
-    parser.add_argument("--experts", type=int, default=12, help="of each layer (12)")
-    parser.add_argument("--chunk", type=int, default=4096, help="tokens of a step (4096)")
-    parser.add_argument("--tokens", type=int, default=32768, help="of the long prompt (32768)")
-    parser.add_argument("--cold-tokens", type=int, default=8192, help="of the one that comes first (8192)")
-    parser.add_argument("--places", default="gpu,host,mmap")
+    parser.add_argument("--table-gib", type=float, help="both tables (30; with --dims small 0.01)")
+    parser.add_argument("--experts", type=positive, default=12, help="of each layer (12)")
+    parser.add_argument("--chunk", type=positive, default=4096, help="tokens of a step (4096)")
+    parser.add_argument("--tokens", type=positive, default=32768, help="of the long prompt (32768)")
+    parser.add_argument(
+        "--cold-tokens", type=positive, default=8192, help="of the one that comes first (8192)"
+    )
+    parser.add_argument("--places", default=",".join(PLACES), help="some of gpu, host and mmap (all)")
     parser.add_argument("--write-only", action="store_true", help="write the checkpoint into --folder")
     args = parser.parse_args(arguments)
+    if args.table_gib is None:
+        args.table_gib = _TABLE_GIB[args.dims]
+    if args.table_gib <= 0:
+        parser.error(f"--table-gib is {args.table_gib:g}, expected more than 0")
+    unknown = sorted(set(args.places.split(",")) - set(PLACES))
+    if unknown:
+        parser.error(f"--places has {', '.join(map(repr, unknown))}, expected some of {', '.join(PLACES)}")
+    if args.write_only and args.folder is None:
+        parser.error("--write-only needs --folder, where the checkpoint is left")
+    if args.dims != "small" and not args.write_only:
+        need_gpus(parser, 1, "this, without --dims small or --write-only,")
     print(describe(), flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = args.folder or Path(scratch)
+    with scratch_folder() as scratch:
+        folder = args.folder or scratch
         if not (folder / "model.safetensors.index.json").is_file() or args.write_only:
             write_model(folder, args)
         if not args.write_only:

@@ -1,7 +1,8 @@
 """How long does one layer's share of a step take to come from each place? Random rows of a table, no model.
 
 The parts that ``benchmarks.engram`` is made of: the gather from GPU memory and from page-locked host memory,
-and rows that threads read from a file (in the page cache, and not) and copy to the device. Needs a GPU.
+and rows that threads read from a file (in the page cache, and not) and copy to the device. Needs a GPU. The
+file is a temporary one (TMPDIR says where), which is deleted at the end and after SIGTERM.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import need_gpus, positive, positives, scratch_folder
 from benchmarks.engram import drop_cache, resident_share
 from benchmarks.environment import describe
 from engine.checkpoint import StoredTensor
@@ -103,16 +104,21 @@ def measure(path: Path, num_table_rows: int, num_rows: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--table-rows", type=int, default=16_000_000, help="4.2 GB as they are (16000000)")
-    parser.add_argument("--rows", default="4096,64,1", help="tokens of a step (4096,64,1)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engram_rows",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument(
+        "--table-rows", type=positive, default=16_000_000, help="264 bytes each: 4.2 GB (16000000)"
+    )
+    parser.add_argument("--rows", type=positives, default="4096,64,1", help="tokens of a step (4096,64,1)")
     args = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("this needs a GPU")
+    need_gpus(parser, 1)
     print(describe(), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for num_rows in map(int, args.rows.split(",")):
-            measure(Path(folder) / "table", args.table_rows, num_rows)
+    with scratch_folder() as folder:
+        for num_rows in args.rows:
+            measure(folder / "table", args.table_rows, num_rows)
 
 
 if __name__ == "__main__":

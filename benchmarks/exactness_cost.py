@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import need_gpus, positives
 from benchmarks.environment import describe
 from engine import EngineConfig, Request, SamplingParams
 from engine.llm_engine import LLMEngine
@@ -122,22 +123,27 @@ def engine_tokens_per_s(model: str, dtype: str, num_requests: int) -> float:
     return steps * num_requests / (time.perf_counter() - started)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.exactness_cost",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--model", default="examples/bard/model")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--kernels", action="store_true", help="the fp8 kernels, on a Hopper GPU")
-    parser.add_argument("--rows", default="1,3,16,64,257,1024")
-    args = parser.parse_args()
+    parser.add_argument("--rows", type=positives, default="1,3,16,64,257,1024")
+    args = parser.parse_args(arguments)
+    if args.kernels:
+        need_gpus(parser, 1, "--kernels")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
     print(describe())
-    row_counts = [int(rows) for rows in args.rows.split(",")]
     if args.kernels:
-        compare_kernels(row_counts)
+        compare_kernels(args.rows)
         return
-    compare_products(getattr(torch, args.dtype), device, row_counts)
+    compare_products(getattr(torch, args.dtype), device, args.rows)
     print("whole engine, generated tokens a second: ours / free (ours of free)")
     for num_requests in (1, 16, 64):
         ours = engine_tokens_per_s(args.model, args.dtype, num_requests)

@@ -152,13 +152,17 @@ def measure_resume(folder: Path, num_shards: int) -> None:
         print(f"{num_shards} shards, {name}: {time.monotonic() - started:.1f} s with the start of Ray")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host_memory",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("question", choices=["rows", "wide", "resume"])
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--mib", type=int, default=2048)
     parser.add_argument("--shards", type=int, default=5000)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     print(describe())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -133,14 +133,18 @@ def least_disturbed(found: list[Measured]) -> Measured:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.job_overhead",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--model", default="examples/bard/model")
     parser.add_argument("--prompts", default="examples/bard/prompts.parquet")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
     print(describe())

@@ -55,13 +55,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     config = cut_config(DIMS[options.dims].text, layers, **changes)
     entries = release_entries(config["text_config"], num_draft_stages=options.draft_stages)
-    num_bytes = sum(entry.num_bytes for entry in entries)
     options.folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(options.folder).free
-    if num_bytes > free:
-        sys.exit(f"{options.folder} has room for {free:,} bytes, the checkpoint has {num_bytes:,}")
+    num_bytes = check_room(options.folder, entries)
     write_checkpoint(options.folder, config, entries, is_repeated=options.repeat)
     print(f"{options.folder}: {len(entries):,} tensors, {num_bytes:,} bytes")
+
+
+def check_room(folder: Path, entries: Sequence[Entry]) -> int:
+    """Leave if there is no room for a checkpoint; its bytes."""
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        sys.exit(f"{folder} has room for {free:,} bytes, the checkpoint has {num_bytes:,}")
+    return num_bytes
 
 
 def cut_config(text: dict[str, Any], layers: Sequence[int], **changes: int | None) -> dict[str, Any]:
@@ -109,7 +115,9 @@ def cut_config(text: dict[str, Any], layers: Sequence[int], **changes: int | Non
 def write_checkpoint(
     folder: Path, config: dict[str, Any], entries: Sequence[Entry], *, is_repeated: bool = False
 ) -> None:
-    """All files of a model folder."""
+    """All files of a model folder, the index last: where it is, all are."""
+    index_path = folder / "model.safetensors.index.json"
+    index_path.unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     text = config["text_config"]
     write_tokenizer(folder / "tokenizer.json", text["vocab_size"], text["engram_compressed_vocab_size"])
@@ -119,13 +127,13 @@ def write_checkpoint(
         "metadata": {"total_size": sum(entry.num_bytes for entry in entries)},
         "weight_map": weight_map,
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     for file, members in shards.items():
         with open(folder / file, "wb") as shard:
             shard.write(shard_header(members))
             for entry in members:
                 for piece in random_pieces(entry, is_repeated=is_repeated):
                     shard.write(piece.data)
+    index_path.write_text(json.dumps(index), encoding="utf-8")
 
 
 def shard_header(entries: Sequence[Entry]) -> bytes:

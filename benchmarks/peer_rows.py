@@ -1,7 +1,7 @@
 """One layer's rows to the ranks of their experts and back, without a model: what travelling adds to experts.
 
-Ranks are processes on a GPU each. Bits are checked before anything is timed. ``--path all_to_all`` takes NCCL
-instead of the ranks' own memory, for comparison.
+Ranks are processes on a GPU each of this machine. Bits are checked before anything is timed.
+``--path all_to_all`` takes NCCL instead of the ranks' own memory, for comparison.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import need_gpus, positive
 from benchmarks.environment import describe, device_name
 from benchmarks.model_dims import DIMS
 from benchmarks.rank_processes import on_ranks
@@ -141,11 +142,15 @@ def measure(args: argparse.Namespace, place: ReplicaPlace) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peer_rows", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=4096, help="of each rank (4096)")
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--rows", type=positive, default=4096, help="of each rank (4096)")
+    parser.add_argument("--repeats", type=positive, default=50)
     parser.add_argument("--path", choices=["peer_memory", "all_to_all"], default="peer_memory")
     args = parser.parse_args(arguments)
+    num_experts = DIMS["flash"].text["n_routed_experts"]
+    if args.ranks < 2 or num_experts % args.ranks:
+        parser.error(f"--ranks is {args.ranks}: expected 2 or more that divide {num_experts} experts")
+    need_gpus(parser, args.ranks, f"--ranks {args.ranks}")
     print(describe(), flush=True)
     figures = on_ranks(args.ranks, measure, args, timeout_s=WAIT_S)
     for name, value in figures.items():

@@ -4,7 +4,7 @@ The same job on each number of ranks: ranks that share the experts, or with ``--
 them all. Rows have prompts and answers of one length; a larger job begins with the rows of a smaller one,
 whose digests have to be equal in both. All figures are from the runs' own records and metrics:
 
-  start     until every rank is ready: Ray, loading, the ranks' meeting. In no rate.
+  start     from when Ray is up until every rank is ready: loading, the ranks' meeting. In no rate.
   whole     tokens computed (prefill and decode) a second from then to the end: with what the first steps
             compile, and the last rows in batches that are not full.
   steady    the same from the first metrics line at which as many rows are answered as all ranks run at once
@@ -28,8 +28,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
+from benchmarks.command_line import need_gpus, positive, positives
 from benchmarks.environment import describe
+from engine import ConfigError
+from engine.memory import count_experts
 from engine.models.deepseek_v41_config import load_model_config
 from jobs.cluster import leave_if_stopped, run_job
 from jobs.config import JobConfig, engine_config, load_job
@@ -94,16 +98,20 @@ def same_digests(answers: Sequence[Mapping[str, str]]) -> bool:
     return bool(common) and all(len({own[row_id] for own in answers}) == 1 for row_id in common)
 
 
-def build_job(args: argparse.Namespace, folder: Path, num_ranks: int) -> JobConfig:
-    """The job for so many ranks, and its input."""
+def write_rows(args: argparse.Namespace, folder: Path, num_ranks: int) -> None:
+    """The input for so many ranks."""
     vocab_size = load_model_config(args.model).vocab_size
     prompts = []
     for index in range(args.rows * num_ranks):
         draw = random.Random(f"{args.seed} {index}")
         prompts.append([draw.randrange(3, vocab_size) for _ in range(args.prompt_tokens)])
-    (folder / "in").mkdir(parents=True)
+    (folder / "in").mkdir()
     table = pa.table({"prompt_token_ids": pa.array(prompts, pa.list_(pa.int32()))})
     pq.write_table(table, folder / "in" / "rows.parquet")
+
+
+def build_job(args: argparse.Namespace, folder: Path, num_ranks: int) -> JobConfig:
+    """The job for so many ranks. Raises ``ConfigError``."""
     flags = {
         "model.path": str(Path(args.model).resolve()),
         "input.path": str(folder / "in"),
@@ -125,7 +133,11 @@ def build_job(args: argparse.Namespace, folder: Path, num_ranks: int) -> JobConf
 def measure(args: argparse.Namespace, folder: Path, num_ranks: int) -> tuple[Scaled, dict[str, str]]:
     """Run the job on so many ranks: its figures, and each row's digest."""
     job = build_job(args, folder, num_ranks)
-    code = leave_if_stopped(run_job(job))
+    write_rows(args, folder, num_ranks)
+    try:
+        code = leave_if_stopped(run_job(job))
+    except ConfigError as error:
+        sys.exit(f"the job on {num_ranks} rank(s) was refused: {error}")
     if code:
         sys.exit(f"the job on {num_ranks} rank(s) ended with exit code {code}")
     output = OutputFolder(folder / "out")
@@ -158,6 +170,26 @@ def show(found: Sequence[Scaled], are_same: bool) -> None:
     print(json.dumps({"part": part, "same_digests": are_same, "runs": runs}))
 
 
+def check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Leave in a sentence before the first job if one of them cannot run."""
+    try:
+        num_experts = count_experts(args.model)
+        jobs = [build_job(args, Path("."), num_ranks) for num_ranks in args.ranks]
+    except ConfigError as error:
+        parser.error(str(error))
+    for job, num_ranks in zip(jobs, args.ranks, strict=True):
+        if num_experts % job.cluster.ranks_per_replica:
+            parser.error(
+                f"--ranks has {num_ranks}, among which the model's {num_experts} experts a layer cannot be "
+                "split evenly: take another number, or --replicas"
+            )
+        needs_gpus = job.engine.device == "cuda" or (
+            job.engine.device == "auto" and torch.cuda.is_available()
+        )
+        if needs_gpus and job.cluster.address is None:
+            need_gpus(parser, num_ranks, f"--ranks {num_ranks}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.scaling",
@@ -165,12 +197,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="a model folder; make_checkpoint writes large ones")
-    parser.add_argument("--ranks", default="1,2", help="numbers of ranks; ratios are to the first (1,2)")
+    parser.add_argument(
+        "--ranks", type=positives, default="1,2", help="numbers of ranks; ratios are to the first (1,2)"
+    )
     parser.add_argument("--replicas", action="store_true", help="ranks that do not share the experts")
-    parser.add_argument("--rows", type=int, default=256, help="for each rank (256)")
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="of each row (512)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="that each row is answered with (128)")
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="rows that a rank runs at once (64)")
+    parser.add_argument("--rows", type=positive, default=256, help="for each rank (256)")
+    parser.add_argument("--prompt-tokens", type=positive, default=512, help="of each row (512)")
+    parser.add_argument(
+        "--max-tokens", type=positive, default=128, help="that each row is answered with (128)"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=positive, default=64, help="rows that a rank runs at once (64)"
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -179,12 +217,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--set", action="append", default=[], help="further settings: section.key=value")
     args = parser.parse_args(argv)
+    if args.folder is not None and not args.folder.is_dir():
+        parser.error(f"--folder {args.folder} is no folder")
+    check_numbers(parser, args)
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
     print(describe())
     print(f"seed {args.seed}; {args.rows} rows a rank of {args.prompt_tokens} + {args.max_tokens} tokens")
     found, answers = [], []
-    for num_ranks in [int(number) for number in args.ranks.split(",")]:
+    for num_ranks in args.ranks:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             figures, digests = measure(args, Path(folder), num_ranks)
         found.append(figures)

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import need_gpus, positive
 from benchmarks.digests import digest
 from benchmarks.environment import describe, device_name
 from benchmarks.floors import FORMULAS, stage_floors_ms
 from benchmarks.kernels.timing import event_times
-from benchmarks.model_dims import DIMS, num_buckets
+from benchmarks.model_dims import DIMS, num_buckets, rank_config
 from benchmarks.rank_processes import on_ranks
 from benchmarks.stages import STAGES, StageMarks, Times, by_stage, measure_stages
 from benchmarks.step_rank import SimulatedRank, Workload
@@ -49,17 +50,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="full: every layer on every row; mid: a chunk in mid-prompt with the exact decoder tail",
     )
     parser.add_argument(
-        "--group", type=int, default=4, help="ranks that share the experts; one is simulated (4)"
+        "--group", type=positive, default=4, help="ranks that share the experts; one is simulated (4)"
     )
     parser.add_argument(
-        "--ranks", type=int, default=1, help="above 1: so many ranks share the experts, each on a device (1)"
+        "--ranks",
+        type=positive,
+        default=1,
+        help="above 1: so many ranks share the experts, each on a device (1)",
     )
     parser.add_argument("--activation-quantisation", choices=["row", "release", "none"], default="row")
     parser.add_argument("--kernel-impl", choices=["triton", "torch"], default="triton" if on_gpu else "torch")
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float32"], default="bfloat16" if on_gpu else "float32"
     )
-    parser.add_argument("--steps", type=int, default=10, help="steps that are timed (10)")
+    parser.add_argument("--steps", type=positive, default=10, help="steps that are timed (10)")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them (3)")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -223,8 +227,11 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     try:
         workload = workload_of(args)
+        rank_config(DIMS[args.dims], num_layers=workload.num_layers, num_ranks=workload.num_ranks)
     except ValueError as error:
         parser.error(str(error))
+    if torch.cuda.is_available():
+        need_gpus(parser, args.ranks, f"--ranks {args.ranks}")
     print(describe(), flush=True)
     if workload.is_real:
         rank, result = on_ranks(

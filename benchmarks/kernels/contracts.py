@@ -18,7 +18,9 @@ MAX_WORKERS = 12
 def require_contracts(description: str | None, *ops: str) -> None:
     """Read the command line, and end here if there is no GPU or a test in tests/kernels/test_OP.py is red."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m benchmarks.kernels.{Path(sys.argv[0]).stem}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--timing-only", action="store_true", help="no contract tests first")
     args = parser.parse_args()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks import make_checkpoint
 from benchmarks.make_checkpoint import _DRAFT, cut_config, main, shard_header
 from benchmarks.model_dims import FLASH
 from benchmarks.release_layout import Entry, release_entries, release_shards
@@ -73,6 +76,22 @@ def test_the_same_flags_write_the_same_bytes(small: Path, tmp_path: Path) -> Non
     main([*SMALL, str(tmp_path)])
     for path in small.iterdir():
         assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
+
+
+def test_a_folder_of_which_a_part_is_missing_has_no_index(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index that is there, of an earlier checkpoint too, stands for whole files."""
+    folder = tmp_path / "copy"
+    shutil.copytree(small, folder)
+
+    def stopped(*_: object, **__: object) -> Iterator[np.ndarray]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make_checkpoint, "random_pieces", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        main([*SMALL, str(folder)])
+    assert not list(folder.glob("*.index.json"))
 
 
 def test_a_layer_without_its_source_is_refused(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+from benchmarks import scaling
 from benchmarks.scaling import Scaled, same_digests, steady_part
 from pipelines.metrics import MetricsLine
 from tests.conftest import ROOT
@@ -38,6 +40,39 @@ def test_two_ranks_are_held_against_one() -> None:
     assert all(run["start_s"] > 0 and run["whole_tokens_per_s"] > 0 for run in result["runs"])
     assert result["runs"][0]["ratio"] == 1.0
     assert "seed 7" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "1,3"], "--ranks has 3, among which the model's 16 experts"),
+        (["--ranks", "0,1"], "'0' is no whole number from 1 on"),
+        (["--ranks", "1,x"], "'x' is no whole number from 1 on"),
+        (["--ranks", "1", "--rows", "0"], "'0' is no whole number from 1 on"),
+        (["--ranks", "1,2", "--replicas", "--set", "cluster.min_ranks=2"], "min_ranks is 2"),
+        (["--ranks", "1", "--set", "engine.nothing=1"], "engine.nothing"),
+        (["--ranks", "1", "--folder", "not/there"], "not/there"),
+        (["--ranks", "1", "--model", "not/there"], "not/there"),
+    ],
+)
+def test_what_cannot_run_is_told_before_the_first_job(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "run_job", lambda _: pytest.fail("a job ran"))
+    model = str(ROOT / "tests" / "data" / "tiny-quant")
+    with pytest.raises(SystemExit) as ended:
+        scaling.main(["--model", model, "--device", "cpu", *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_job_that_is_refused_is_told_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(
+        (ROOT / "tests" / "data" / "tiny-quant" / "config.json").read_bytes()
+    )
+    words = ["--ranks", "1", "--rows", "1", "--prompt-tokens", "1", "--device", "cpu"]
+    with pytest.raises(SystemExit, match=r"the job on 1 rank\(s\) was refused: .*tokenizer"):
+        scaling.main(["--model", str(tmp_path), *words])
 
 
 def line(seconds: float, num_ok: int, num_ranks: int = 2, num_rows: int = 40) -> MetricsLine:
