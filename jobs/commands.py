@@ -25,6 +25,7 @@ from pipelines.plan import slice_of_shards
 from pipelines.progress import TIME_LEFT_UNKNOWN
 from pipelines.report import JobStatus, ShardCounts, count_shards, read_status
 from pipelines.report_page import write_reports
+from pipelines.source import InputUnreadable
 
 if TYPE_CHECKING:
     from jobs.verify import Verification
@@ -57,6 +58,9 @@ def execute(parsed: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"batch-generate: {error}", file=sys.stderr)
         return EXIT_REFUSED
+    except InputUnreadable as error:
+        print(f"batch-generate: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _status(parsed: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ from pipelines.rank_protocol import Lease, Orders, RankReport
 from pipelines.reasoning import ReasoningSplitter, split_output
 from pipelines.schema import FinishedRow
 from pipelines.sink import JournalWriter, publish_shard
-from pipelines.source import RowReader
+from pipelines.source import InputUnreadable, RowReader
 
 logger = logging.getLogger(__name__)
 
@@ -281,6 +281,8 @@ class RankWorker:
         with self._changed:
             if isinstance(error, ConfigError):
                 self._refused = str(error)
+            elif isinstance(error, InputUnreadable):
+                self._broken = str(error)
             elif isinstance(error, OSError) and error.errno in _UNWRITABLE:
                 self._broken = f"the output cannot be written: {error}"
             else:

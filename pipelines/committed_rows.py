@@ -87,7 +87,8 @@ def _read_answered(path: Path, plan: Plan, shard: Shard, num_ok: int) -> list[Co
 def read_input_rows(plan: Plan, rows: Sequence[CommittedRow]) -> list[pa.RecordBatch]:
     """The input row of each, as a batch of one row with the columns that a prompt is rendered from.
 
-    Raises ``ConfigError`` when an input file is gone or is not the one that the plan saw.
+    Raises ``ConfigError`` when an input file is gone or is not the one that the plan saw, and
+    ``InputUnreadable``.
     """
     reader = RowReader(plan.root, plan.kind, plan.files, plan.contract.render_columns)
     try:

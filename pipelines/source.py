@@ -6,6 +6,7 @@ reads which slice. Each kind's reading is in a file of its own.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,11 +154,16 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
+class InputUnreadable(OSError):
+    """A file of the input is there and cannot be read. It ends the job: no rank would fare better."""
+
+
 class RowReader:
     """Reads slices of the plan's files, some columns of them, in bounded memory.
 
     Keeps the last file open, so that neighbouring slices are read in one pass. A file that is not the
-    one the plan saw is refused with ``ConfigError``. A column that a file lacks is null there.
+    one the plan saw is refused with ``ConfigError``; one that is and cannot be read raises
+    ``InputUnreadable``. A column that a file lacks is null there.
     """
 
     def __init__(
@@ -183,7 +189,8 @@ class RowReader:
             return iter(())
         if self._open_rows is None or self._open_path != path:
             self.close()
-            self._open_rows = self._open(path)
+            with self._naming(path):
+                self._open_rows = self._open(path)
             self._open_path = path
         return self._read(path, self._open_rows.read(start, stop, self._batch_rows))
 
@@ -209,12 +216,24 @@ class RowReader:
         return LineRows(self._location, path, self._columns, None if is_requests else schema)
 
     def _read(self, path: str, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        while True:
+            with self._naming(path):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield self._complete(batch)
+
+    @contextlib.contextmanager
+    def _naming(self, path: str) -> Iterator[None]:
+        """What goes wrong in reading a file is told with its name, and as nothing else."""
         try:
-            yield from map(self._complete, batches)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            # No rank will fare better: the file's footer is fine, and its content is not.
-            raise ConfigError(
-                f"input file {self._location.describe(path)!r} cannot be read: {' '.join(str(error).split())}"
+            yield
+        except MemoryError:
+            raise  # Arrow's own is one of its errors, and says nothing of the file
+        except (pa.ArrowException, OSError) as error:
+            words = " ".join(str(error).split())
+            raise InputUnreadable(
+                f"input file {self._location.describe(path)!r} cannot be read: {words}"
             ) from error
 
     def _complete(self, batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -73,7 +73,9 @@ class ParquetRows:
             self._batches = self._iterate(group, batch_rows)
             self._position, self._rest = group_start, None
         while self._position < stop:
-            batch = self._rest if self._rest is not None else next(self._batches)
+            batch = self._rest if self._rest is not None else next(self._batches, None)
+            if batch is None:
+                raise OSError(f"it ends before row {self._position}")
             first = max(start - self._position, 0)
             last = min(stop - self._position, batch.num_rows)
             self._position += min(last, batch.num_rows) if last > 0 else batch.num_rows

@@ -96,7 +96,9 @@ class CsvRows:
             self._batches = iter(_open_csv(self._file, self._types, self._columns))
             self._position, self._rest = 0, None
         while self._position < stop:
-            batch = self._rest if self._rest is not None else next(self._batches)
+            batch = self._rest if self._rest is not None else next(self._batches, None)
+            if batch is None:
+                raise OSError(f"it ends before row {self._position}")
             first = min(max(start - self._position, 0), batch.num_rows)
             last = min(first + batch_rows, stop - self._position, batch.num_rows)
             self._position += last
@@ -183,6 +185,8 @@ class LineRows:
         self._position = start
         while self._position < stop:
             taken = list(islice(lines, min(batch_rows, stop - self._position)))
+            if not taken:
+                raise OSError(f"it ends before row {self._position}")
             self._position += len(taken)
             yield self._to_batch(taken)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import random
+import re
 import threading
 import time
 from collections.abc import Collection
@@ -10,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from engine import (
@@ -22,10 +25,13 @@ from engine import (
     SamplingParams,
 )
 from jobs.worker import RankWorker, Serving
+from pipelines.driver import JobFailed
 from pipelines.manifest import OutputFolder, write_plan
 from pipelines.plan import Plan
 from pipelines.rank_protocol import Lease, Orders, RankReport
+from pipelines.report import read_status
 from pipelines.sink import read_journal_state, read_lease_state
+from pipelines.source import InputUnreadable
 from pipelines.suspects import NO_STEP_YET
 from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine, expected_token_ids
 from tests.small_jobs import (
@@ -35,6 +41,7 @@ from tests.small_jobs import (
     make_plan,
     random_prompts,
     read_output,
+    start_run,
     write_prompts,
 )
 
@@ -83,6 +90,20 @@ def lease(lease_id: int, *ranges: tuple[int, int], **options: Any) -> Lease:
 
 def deaths(num_rows: int, num_tokens: int = 0) -> dict[int, frozenset[int]]:
     return dict.fromkeys(range(num_rows), frozenset([num_tokens]))
+
+
+def build_fake() -> Serving:
+    return Serving(engine=FakeEngine(CONFIG), renderer=TokenRenderer(), capacity=4, max_num_batched_tokens=16)
+
+
+def damage_column(file: Path, name: str) -> None:
+    """Make a column unreadable, and leave the file's footer as it was."""
+    metadata, content = pq.read_metadata(file), bytearray(file.read_bytes())
+    group = metadata.row_group(0)
+    (chunk,) = (c for c in map(group.column, range(group.num_columns)) if c.path_in_schema.startswith(name))
+    start = chunk.dictionary_page_offset or chunk.data_page_offset
+    content[start : start + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
+    file.write_bytes(content)
 
 
 def test_the_engine_is_built_when_it_is_needed_and_once(tmp_path: Path) -> None:
@@ -321,6 +342,54 @@ def test_a_refusing_model_and_a_full_disk_are_the_jobs_business(
     broken = rank.exchange().broken
     assert broken is not None
     assert "No space left" in broken
+
+
+@pytest.mark.parametrize("column", ["note", "prompt_token_ids"])
+def test_an_input_that_cannot_be_read_ends_the_job_by_its_name_and_blames_no_row(
+    tmp_path: Path, column: str
+) -> None:
+    file, folder = tmp_path / "in.parquet", OutputFolder(tmp_path / "out")
+    write_prompts(file, random_prompts(random.Random(5), 40), note=["x" * 100 + str(i) for i in range(40)])
+    damage_column(file, column)
+    plan = make_plan(file)
+    told = f"input file '{file}' cannot be read: "
+    for _ in range(2):
+        driver, fleet = start_run(folder, plan)
+        with pytest.raises((JobFailed, InputUnreadable), match=re.escape(told)):
+            driver.run()
+        assert (fleet.num_started, fleet.num_deaths) == (2, 0)
+        assert not list((folder.state / "deaths").glob("*"))
+        assert read_status(folder.path).num_error == 0
+    worker = RankWorker(
+        folder,
+        plan,
+        9,
+        build_fake,
+        publisher=InlineExecutor(),
+        syncer=InlineExecutor(),
+        renderer=InlineExecutor(),
+    )
+    worker.exchange(Orders(prepare=True, leases=(Lease(lease_id=1, shard_index=2, ranges=((0, 10),)),)), 0.0)
+    while worker.turn():
+        pass
+    publish = (2,) if column == "note" else ()
+    assert (worker.exchange(Orders(publish=publish), 0.0).broken or "").startswith(told)
+
+
+def test_an_input_that_may_not_be_read_is_not_told_as_an_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(tmp_path, [[1]])
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("pipelines.source.ParquetRows", refuse)
+    rank.exchange(prepare=True, leases=(lease(1, (0, 1)),))
+    rank.worker.run()
+    broken = rank.exchange().broken
+    assert broken is not None
+    assert broken.startswith(f"input file '{tmp_path}/in.parquet' cannot be read: ")
 
 
 def test_draining_finishes_what_is_in_flight_and_starts_nothing(tmp_path: Path) -> None:

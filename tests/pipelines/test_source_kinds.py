@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine import ConfigError
-from pipelines.source import InputSet, RowReader, find_input
+from pipelines.source import InputSet, InputUnreadable, RowReader, find_input
 
 
 def rows_of(
@@ -118,13 +118,54 @@ def test_text_files_that_are_refused(tmp_path: Path, name: str, content: str, sa
         find_input(str(tmp_path))
 
 
-def test_a_file_whose_content_is_not_what_its_footer_says_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_file_whose_content_is_not_what_its_footer_says_is_told_in_one_sentence(tmp_path: Path) -> None:
     # Arrow writes such a column and does not read it.
     broken = pa.DictionaryArray.from_arrays(pa.array([0]), pa.array([b"\xff"]).view(pa.string()))
     pq.write_table(pa.table({"prompt": broken}), tmp_path / "a.parquet")
     found = find_input(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"a\.parquet' cannot be read: .*UTF8"):
+    with pytest.raises(InputUnreadable, match=r"a\.parquet' cannot be read: .*UTF8"):
         rows_of(found, "a.parquet", ["prompt"])
+
+
+@pytest.mark.parametrize("compression", ["snappy", "zstd", "gzip", "lz4", "none"])
+def test_damage_anywhere_in_a_file_is_told_by_its_name_or_not_seen(tmp_path: Path, compression: str) -> None:
+    random_ = random.Random(compression)
+    print("seed", compression)
+    table = pa.table({"prompt": [f"hello {i}" for i in range(40)], "ids": [[i] * (i % 3) for i in range(40)]})
+    told: list[tuple[Path, str]] = []
+    for number in range(25):
+        file = tmp_path / f"{number}.parquet"
+        pq.write_table(table, file, compression=compression, row_group_size=random_.choice([5, 13, 40]))
+        content = bytearray(file.read_bytes())
+        footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+        for _ in range(random_.choice([1, 3, 30])):
+            content[random_.randrange(4, footer)] = random_.randrange(256)
+        file.write_bytes(content)
+        found = find_input(str(file))
+        try:
+            assert (
+                len(rows_of(found, file.name, random_.choice([["prompt"], ["ids"], ["ids", "prompt"]]))) == 40
+            )
+        except InputUnreadable as error:
+            told.append((file, str(error)))
+        except UnicodeDecodeError:
+            pass  # a damaged text is read, and its row refused
+    assert told
+    for file, text in told:
+        assert text.startswith(f"input file '{file}' cannot be read: ")
+        assert "\n" not in text
+
+
+def test_lines_that_are_cut_off_while_they_are_read_are_told_by_their_file(tmp_path: Path) -> None:
+    content = b"".join(b'{"prompt": "%s"}\n' % (b"x" * 50_000) for _ in range(20))
+    (tmp_path / "a.jsonl").write_bytes(content)
+    found = find_input(str(tmp_path))
+    reader = RowReader(found.root, found.kind, found.files, ["prompt"], batch_rows=3)
+    assert next(reader.read("a.jsonl", 0, 3)).num_rows == 3
+    (tmp_path / "a.jsonl").write_bytes(content[:50])
+    with pytest.raises(InputUnreadable, match=r"a\.jsonl' cannot be read: "):
+        list(reader.read("a.jsonl", 3, 20))
+    reader.close()
 
 
 def test_files_of_two_kinds_are_refused_unless_one_is_named(tmp_path: Path) -> None:
