@@ -34,6 +34,7 @@ from pipelines.source import RowReader
 logger = logging.getLogger(__name__)
 
 _WAIT_S = 0.25
+_SILENCE_S = 10.0  # a rank answers several times a second, whatever its loop does
 _ABSENCE_S = 2.0
 """A driver that took so long for one round was stopped, or read the input, and heard no rank meanwhile."""
 _STOP_PATIENCE_S = 1.0
@@ -347,8 +348,11 @@ class Driver:
                 self._bury_replica(slot, silent, reason)
             elif state.is_live and self._stands_still(slot, now, limit_s):
                 mates = self._replicas.slots_of(slot)
-                still = [mate for mate in mates if self._stands_still(mate, now, limit_s)]
-                self._bury_replica(slot, still, f"its loop stood still for {limit_s:.0f} s")
+                # Ranks of a replica wait for each other, so all stand still, some a step longer than others;
+                # one that answers waits for one that does not.
+                still = [mate for mate in mates if self._stands_still(mate, now, limit_s / 2)]
+                mute = [mate for mate in mates if now - self._slots[mate].heard_at > _SILENCE_S]
+                self._bury_replica(slot, mute or still, f"its loop stood still for {limit_s:.0f} s")
 
     def _stands_still(self, slot: int, now: float, limit_s: float) -> bool:
         return now - self._slots[slot].moved_at > limit_s and not self._replicas.has_lost_peer(slot)

@@ -20,6 +20,7 @@ class Slot:
     """A place for a rank, and the rank that is there or was last.
 
     ``capacity`` is 0 until its engine is built. ``moved_at``: when its loop was first seen where it stands.
+    ``heard_at``: when its process last answered.
     ``has_finished_rows``: since it was started. ``is_preparing``: it was told to build its engine.
     ``publishing``: the shards whose parts it assembles.
     """
@@ -30,6 +31,7 @@ class Slot:
     capacity: int = 0
     num_turns: int = -1
     moved_at: float = 0.0
+    heard_at: float = 0.0
     has_finished_rows: bool = False
     is_preparing: bool = False
     is_drained: bool = False
@@ -40,12 +42,14 @@ class Slot:
 
     def begin(self, now_s: float) -> None:
         """A rank is started here."""
-        self.is_live, self.capacity, self.num_turns, self.moved_at = True, 0, -1, now_s
+        self.is_live, self.capacity, self.num_turns = True, 0, -1
+        self.moved_at = self.heard_at = now_s
         self.has_finished_rows = self.is_preparing = self.is_drained = self.is_stopped = False
         self.node = self.device = ""
 
     def take(self, report: RankReport, now_s: float) -> None:
         """Its rank has said something."""
+        self.heard_at = now_s
         is_ready_now = report.capacity > 0 and not self.capacity  # an engine is built within one turn
         if report.num_turns != self.num_turns or is_ready_now:
             self.num_turns, self.moved_at = report.num_turns, now_s
@@ -82,6 +86,7 @@ class Slots:
         """Nobody looked for so long, until now: no rank stood still in that time, as far as is known."""
         for slot in self._slots:
             slot.moved_at = min(now_s, slot.moved_at + absent_s)
+            slot.heard_at = min(now_s, slot.heard_at + absent_s)
 
     def capacities(self) -> dict[int, int]:
         """How many rows at once each rank runs that is ready."""

@@ -277,23 +277,6 @@ def test_a_rank_that_nobody_joins_is_dead_and_experts_are_split_evenly() -> None
 
 @pytest.mark.multi_gpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("counts", [(2, 2), (0, 2)])
-def test_a_gpu_that_waits_for_a_rank_that_stands_still_says_so(
-    started: list[Ranks], counts: tuple[int, int]
-) -> None:
-    """Its device fails; with rows of its own or none, its rank tells that another one is to blame."""
-    settings = settings_of(MODELS["tiny-quant"], device="cuda", dtype="bfloat16", kernel_impl="triton")
-    requests = [build_requests(seed, count) for seed, count in enumerate(counts)]
-    ranks = Ranks(settings, requests, dies=(1, 2), die=stand_still, timeout_s=20.0)
-    started.append(ranks)
-    answers = ranks.answers(3)
-    assert answers["path of 0"] == "peer_memory"
-    print(answers[0])
-    assert type(answers[0]) is PeerLost
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("mode", "impl", "path"),
     [

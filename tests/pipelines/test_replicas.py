@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from pipelines.driver import JobFailed, Outcome
 from pipelines.manifest import OutputFolder
-from pipelines.rank_protocol import RankDied
+from pipelines.rank_protocol import Orders, RankDied
 from pipelines.replicas import MAX_BARREN_DEATHS, MAX_DEATHS_OF_SUSPECTS, Replicas
 from pipelines.report import read_runs
 from tests.fake_engine import POISON_ID
@@ -125,6 +126,58 @@ def test_a_replica_ends_with_one_of_its_ranks_whose_rows_alone_are_suspects(
     suspects = {f"in.parquet#{40 * one['shard'] + row}" for one in records for row in one["rows"]}
     assert death.in_flight[1] <= suspects, "those of the rank that died"
     assert not suspects & death.in_flight[0]
+
+
+class OneHangs:
+    """Both ranks of the first replica stand still with rows in flight; one of them answers all the same."""
+
+    def __init__(self, fleet: Any, answers: int) -> None:
+        self._wait, self._start, self._fleet, self._answers = fleet.wait, fleet.start, fleet, answers
+        self.in_flight: dict[int, set[str]] = {}
+        self._is_over = False
+        fleet.wait, fleet.start = self.wait, self.start
+
+    def start(self, slot: int) -> None:
+        self._is_over |= bool(self.in_flight)
+        self._start(slot)
+
+    def wait(self, timeout_s: float) -> list[Any]:
+        if self._is_over or not self.in_flight:
+            events = self._wait(timeout_s)
+            rows = {slot: set(worker._in_flight._rows) for slot, worker in self._fleet.workers.items()}
+            if not self.in_flight and rows.get(0) and rows.get(1):
+                self.in_flight = rows
+                self._last = self._fleet.workers[self._answers].exchange(Orders(), 0.0)
+            return events
+        asked = self._fleet._asked
+        held = [slot for slot in (0, 1) if asked.pop(slot, None) is not None]
+        time.sleep(0.01)
+        return [*self._wait(timeout_s), *((slot, self._last) for slot in held if slot == self._answers)]
+
+
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_of_ranks_that_stand_still_the_one_that_says_nothing_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: int
+) -> None:
+    monkeypatch.setattr("pipelines.driver._SILENCE_S", 0.5)
+    folder = OutputFolder(tmp_path / "out")
+    prompts = random_prompts(random.Random(2), 120)
+    write_prompts(tmp_path / "in.parquet", prompts)
+    plan = make_plan(tmp_path / "in.parquet", 40)
+    driver, fleet = start_run(folder, plan, num_slots=2, ranks_per_replica=2)
+    driver._stall_timeout_s = 1.5
+    hang = OneHangs(fleet, answers=1 - hanging)
+    assert driver.run() is Outcome.COMMITTED
+    check_answers(read_output(folder.path), prompts)
+    (run,) = read_runs(folder)
+    reasons = {loss.rank: loss.reason for loss in run.losses}
+    assert reasons[1 - hanging] == f"rank {hanging} of its replica died"
+    assert "stood still" in reasons[hanging]
+    lines = [path.read_text() for path in folder.deaths.glob("*.jsonl")]
+    records = [json.loads(line) for line in "".join(lines).splitlines() if line]
+    suspects = {f"in.parquet#{40 * one['shard'] + row}" for one in records for row in one["rows"]}
+    assert suspects & hang.in_flight[hanging]
+    assert not suspects & hang.in_flight[1 - hanging]
 
 
 @pytest.mark.parametrize("seed", range(4))
