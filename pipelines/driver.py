@@ -351,7 +351,7 @@ class Driver:
                 # Ranks of a replica wait for each other, so all stand still, some a step longer than others;
                 # one that answers waits for one that does not.
                 still = [mate for mate in mates if self._stands_still(mate, now, limit_s / 2)]
-                mute = [mate for mate in mates if now - self._slots[mate].heard_at > _SILENCE_S]
+                mute = [mate for mate in still if now - self._slots[mate].heard_at > _SILENCE_S]
                 self._bury_replica(slot, mute or still, f"its loop stood still for {limit_s:.0f} s")
 
     def _stands_still(self, slot: int, now: float, limit_s: float) -> bool:

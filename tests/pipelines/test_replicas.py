@@ -112,6 +112,8 @@ def test_a_replica_ends_with_one_of_its_ranks_whose_rows_alone_are_suspects(
     )
     if patience_s > 1:
         driver._stall_timeout_s = 2.0
+        # The rank that lost its mate is dead and silent too.
+        monkeypatch.setattr("pipelines.driver._SILENCE_S", 0.2)
     death = OneDies(fleet, is_mate_told_first, is_silent)
     assert driver.run() is Outcome.COMMITTED
     output = read_output(folder.path)
