@@ -22,32 +22,16 @@ from engine.parallel import ExpertExchange, ExpertGroup
 from engine.peer_memory import ExchangeSize
 from kernels.moe import (
     ExpertWeight,
-    Mxfp4Weight,
     PreparedMxfp4,
     Routes,
     expert_mlp,
     expert_mlp_at_homes,
     fastest_experts,
 )
-from kernels.number_formats import SCALE_BLOCK, quantise_activations
+from kernels.number_formats import quantise_activations
+from tests.kernels.moe_cases import random_mxfp4
 
 WAIT_S = 120.0
-
-
-def random_experts(g: torch.Generator, num_experts: int, outputs: int, inputs: int) -> Mxfp4Weight:
-    """Random codes, exponents close enough for e4m3."""
-    values = torch.randint(
-        0, 256, (num_experts, outputs, inputs // 2), dtype=torch.uint8, generator=g, device=g.device
-    )
-    scales = torch.randint(
-        114,
-        118,
-        (num_experts, outputs, inputs // SCALE_BLOCK),
-        dtype=torch.uint8,
-        generator=g,
-        device=g.device,
-    )
-    return Mxfp4Weight(values, scales)
 
 
 def part_of(weight: ExpertWeight, experts: range) -> ExpertWeight:
@@ -93,12 +77,11 @@ def measure(args: argparse.Namespace, place: ReplicaPlace) -> dict[str, float]:
     group.agree([args.rows], has_work=True)
     exchange = ExpertExchange(group, 0)
 
-    weights = torch.Generator(device).manual_seed(
-        0
-    )  # the same on all ranks: each knows what all would answer
+    # The same on all ranks: each knows what all would answer.
+    weights = torch.Generator(device).manual_seed(0)
     w13, w2 = fastest_experts(
-        random_experts(weights, num_experts, 2 * intermediate, hidden),
-        random_experts(weights, num_experts, hidden, intermediate),
+        random_mxfp4(weights, (num_experts, 2 * intermediate, hidden)),
+        random_mxfp4(weights, (num_experts, hidden, intermediate)),
         torch.bfloat16,
     )
     own = [part_of(weight, group.own_experts) for weight in (w13, w2)]
