@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,19 @@ from typing import Protocol
 from tests.torture.harm import Log
 from tests.torture.processes import Nursery
 from tests.torture.scripted import ScriptedJob
+
+_LEAST_HARMS_PER_JOB = 2
+"""Jobs that take fewer on the average are over too soon: no more of them are tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """How many harms a part of the run must do, how many of them (from, below) a job is to take at most, and
+    which share of them must hit ranks with rows in flight."""
+
+    num_harms: int
+    harms_per_job: tuple[int, int]
+    least_share_of_ranks: float
 
 
 class Job(Protocol):
@@ -36,39 +50,40 @@ def main(arguments: list[str] | None = None) -> int:
             if parsed.scripted:
                 nursery = Nursery(folder / "nursery", output)  # before this process has threads
                 try:
-                    seed = _run_jobs(partial(ScriptedJob, nursery), folder, seed, parsed.scripted, (3, 10))
+                    # A few harms in a test must not fail it by chance.
+                    measure = Measure(
+                        num_harms=parsed.scripted, harms_per_job=(3, 12), least_share_of_ranks=0.1
+                    )
+                    seed = _run_jobs(partial(ScriptedJob, nursery), folder, seed, measure)
                 finally:
                     nursery.close()
             if parsed.real:
                 from tests.torture.real import RealJob, open_cluster  # Ray and torch: seconds, and threads
 
+                measure = Measure(num_harms=parsed.real, harms_per_job=(6, 14), least_share_of_ranks=0.2)
                 with open_cluster(output) as cluster:
-                    _run_jobs(partial(RealJob, cluster), folder, seed, parsed.real, (8, 16))
+                    _run_jobs(partial(RealJob, cluster), folder, seed, measure)
         except BaseException:
             print(output.read_text()[-6000:])
             raise
     return 0
 
 
-def _run_jobs(
-    make_job: Callable[[Path, int, Log], Job],
-    folder: Path,
-    seed: int,
-    num_harms: int,
-    harms_per_job: tuple[int, int],
-) -> int:
-    """Jobs until there were ``num_harms`` harms; returns the next seed."""
+def _run_jobs(make_job: Callable[[Path, int, Log], Job], folder: Path, seed: int, measure: Measure) -> int:
+    """Jobs until there were enough harms; returns the next seed. Raises ``TooMild``."""
     started, log = time.monotonic(), Log()
-    while log.num_harms < num_harms:
+    wanted = measure.num_harms
+    while log.num_harms < wanted and _LEAST_HARMS_PER_JOB * log.num_jobs < wanted:
         before = log.num_harms
         (folder / str(seed)).mkdir()
-        print(f"seed {seed}:", end=" ", flush=True)
-        make_job(folder / str(seed), seed, log).run(random.Random(seed).randrange(*harms_per_job))
-        print(f"{log.num_harms - before} harms, {log.num_harms} so far", flush=True)
+        print(f"seed {seed}:", flush=True)
+        make_job(folder / str(seed), seed, log).run(random.Random(seed).randrange(*measure.harms_per_job))
+        print(f"  as it must be after {log.num_harms - before} harms, {log.num_harms} so far", flush=True)
         seed += 1
     print(f"in {time.monotonic() - started:.0f} s:", flush=True)
     for line in log.lines():
         print(f"  {line}", flush=True)
+    log.check_harms(wanted, measure.least_share_of_ranks)
     return seed
 
 

@@ -1,28 +1,63 @@
-"""What is done to drivers and ranks, and what must be true of an output folder after it.
+"""What is done to drivers and ranks, what of it counts, and what must be true of an output folder after it.
 
-The checks read the folder as a user would: its Parquet files, its metrics and its status.
+The checks read the folder as a user would: its Parquet files, its metrics and its status. How processes are
+started, and when one is harmed, is not known here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.manifest import OutputFolder
+from pipelines.manifest import OutputFolder, load_plan
 from pipelines.metrics import read_metrics
 from pipelines.report import JobStatus, read_runs, read_status
+from pipelines.sink import read_journal_state
+
+_LEAST_SHARE_AT_WORK = 1 / 3
+
+
+class TooMild(AssertionError):
+    """What was harmed was not at work often enough for the rest to prove anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harm:
+    """A signal to a driver or a rank of a job that was not finished.
+
+    ``num_in_flight``: rows that the rank, or all ranks of the driver, were at work on. ``num_done`` of the
+    job's ``num_rows`` were answered.
+    """
+
+    whom: str
+    signals: str
+    num_in_flight: int
+    num_done: int
+    num_rows: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.whom} {self.signals}"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.num_in_flight} in flight, {self.num_done} of {self.num_rows} done"
 
 
 @dataclass
 class Log:
-    """What happened, for the log of a full run."""
+    """What happened, for the log of a full run. ``num_too_late``: signals to a job that was finished."""
 
-    harms: Counter[str] = field(default_factory=Counter)
+    harms: list[Harm] = field(default_factory=list)
+    num_too_late: int = 0
     exit_codes: Counter[int] = field(default_factory=Counter)
     num_jobs: int = 0
     num_rows: int = 0
@@ -36,14 +71,37 @@ class Log:
 
     @property
     def num_harms(self) -> int:
-        return self.harms.total()
+        return len(self.harms)
+
+    def note(self, harm: Harm) -> None:
+        """One more harm, told at once."""
+        self.harms.append(harm)
+        print(f"  {harm}", flush=True)
+
+    def check_harms(self, wanted: int, least_share_of_ranks: float) -> None:
+        """Raises ``TooMild`` for fewer harms than wanted, or too few of them at work or of ranks at work."""
+        at_work = [harm for harm in self.harms if harm.num_in_flight]
+        num_ranks = _count("rank", at_work)
+        if self.num_harms < wanted:
+            raise TooMild(f"{self.num_harms} harms, {wanted} were wanted; {self.num_too_late} came too late")
+        if len(at_work) < _LEAST_SHARE_AT_WORK * self.num_harms:
+            raise TooMild(f"rows were in flight at {len(at_work)} of {self.num_harms} harms")
+        if num_ranks < least_share_of_ranks * self.num_harms:
+            raise TooMild(f"{num_ranks} of {self.num_harms} harms hit a rank with rows in flight")
 
     def lines(self) -> list[str]:
         """It as text."""
-        harms = ", ".join(f"{count} {name}" for name, count in sorted(self.harms.items()))
+        harms = Counter(harm.name for harm in self.harms)
+        named = "; ".join(f"{count} {name}" for name, count in sorted(harms.items()))
         codes = ", ".join(f"{code}: {count}" for code, count in sorted(self.exit_codes.items()))
+        at_work = [harm for harm in self.harms if harm.num_in_flight]
+        of_whom = [
+            f"{_count(whom, self.harms)} hit {whom}s ({_count(whom, at_work)} with rows in flight)"
+            for whom in ("driver", "rank")
+        ]
         return [
-            f"{self.num_harms} harms: {harms}",
+            f"{self.num_harms} harms: {named}",
+            f"{', '.join(of_whom)}; {self.num_too_late} more came too late, not counted",
             f"{self.num_jobs} jobs of {self.num_rows} rows, each row in its output once; "
             f"{self.num_resumes} resumes, {self.num_rows_reused} rows found answered by them",
             f"exit codes of drivers that were not killed: {codes}",
@@ -51,6 +109,75 @@ class Log:
             f"{self.num_refused_while_stopped} drivers refused beside a stopped one",
             f"{self.num_parts_read} files and {self.num_metrics_lines} metrics lines read and checked",
         ]
+
+
+def _count(whom: str, harms: Iterable[Harm]) -> int:
+    return sum(harm.whom == whom for harm in harms)
+
+
+class Aim:
+    """Sends signals to the processes of one job, and notes those that came while there was work."""
+
+    def __init__(self, output: Path, num_rows: int, log: Log) -> None:
+        self._output, self._num_rows, self._log = output, num_rows, log
+
+    def hit(self, whom: str, pid: int, number: signal.Signals, ranks: Iterable[int]) -> bool:
+        """Signal a process of which these are the ranks; whether it was there.
+
+        The job is looked at afterwards: one that is not finished then was at work when the signal came.
+        """
+        num_done, in_flight = self.num_done, sum(map(self.num_in_flight, ranks))
+        if not send_signal(pid, number):
+            return False
+        if self.is_finished:
+            self._log.num_too_late += 1
+            return True
+        signals = "SIGSTOP, SIGCONT" if number is signal.SIGSTOP else number.name
+        self._log.note(
+            Harm(
+                whom=whom,
+                signals=signals,
+                num_in_flight=in_flight,
+                num_done=num_done,
+                num_rows=self._num_rows,
+            )
+        )
+        return True
+
+    @property
+    def is_finished(self) -> bool:
+        status = self._read()
+        return status is not None and status.is_finished
+
+    @property
+    def num_done(self) -> int:
+        """Rows that have their answer, as far as it can be read."""
+        status = self._read()
+        return status.num_ok + status.num_error if status is not None else 0
+
+    def num_in_flight(self, rank: int) -> int:
+        """Rows that a rank has begun and not answered, by the journals that it has open."""
+        folder = OutputFolder(self._output)
+        num_rows = 0
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it is gone, or closes one just now
+            for entry in Path(f"/proc/{rank}/fd").iterdir():
+                path = Path(os.readlink(entry))
+                if path.suffix == ".journal" and path.is_relative_to(folder.journals):
+                    num_rows += len(read_journal_state(load_plan(folder), path).suspects)
+        return num_rows
+
+    def _read(self) -> JobStatus | None:
+        return read_status(self._output) if OutputFolder(self._output).plan_file.exists() else None
+
+
+def send_signal(pid: int, number: signal.Signals) -> bool:
+    """Send a signal; whether there was a process that could take it: none that is over and waited for."""
+    try:
+        is_over = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        os.kill(pid, number)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return not is_over
 
 
 def check_at_rest(output: Path, log: Log) -> JobStatus | None:
@@ -124,3 +251,11 @@ def check_finished(output: Path, log: Log) -> pa.Table:
     log.num_jobs += 1
     log.num_rows += table.num_rows
     return table
+
+
+def check_quarantined(output: Path, rows: Iterable[Mapping[str, object]], log: Log) -> None:
+    """A row is blamed by the death of a rank, one by each, and by none before there was another."""
+    num_quarantined = sum(row["error"] == "engine_crash" for row in rows)
+    num_deaths = read_status(output).num_rank_deaths
+    assert num_quarantined <= max(0, num_deaths - 1), (num_quarantined, num_deaths)
+    log.num_quarantined += num_quarantined

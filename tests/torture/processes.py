@@ -27,6 +27,7 @@ from pipelines.manifest import DriverLock, OutputFolder, check_folder, claim_run
 from pipelines.rank_protocol import Orders, RankDied, RankReport
 from tests.fake_engine import FakeEngine, KilledEngine
 from tests.small_jobs import TokenRenderer, make_plan
+from tests.torture.harm import send_signal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +102,6 @@ class DriverProcess:
             else:
                 self.exit_code = value
         return True
-
-    def signal(self, number: signal.Signals) -> bool:
-        """Send a signal to the driver; whether it was there."""
-        return send_signal(self.pid, number)
-
-
-def send_signal(pid: int, number: signal.Signals) -> bool:
-    """Send a signal; whether there was a process."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _serve(listener: Listener, socket: str) -> None:
