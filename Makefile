@@ -30,7 +30,7 @@ demo: $(STAMP) ## Run the 300 prompts of examples/bard on two ranks and show fiv
 test: $(STAMP) ## Run the tests (GPU tests are skipped without a GPU; REQUIRE_GPU=1 forbids that)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-torture: $(STAMP) ## Kill and stop drivers and ranks at work 360 times at random, resume each time, compare every row (20 minutes)
+torture: $(STAMP) ## Kill and stop drivers and ranks at work 360 times at random, resume each time, compare every row (11 minutes)
 	$(BIN)/python -m tests.torture --scripted 300 --real 60
 
 check: $(STAMP) ## Lint, format, types and the import rule
