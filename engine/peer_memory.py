@@ -10,9 +10,9 @@ by a rank that passed (2); all ranks came to (2) after their experts had read th
 again by the next layer's experts, on a rank that passed (1) of that layer; all ranks came to it after their
 sum over this layer's slots.
 
-A rank that dies or stands still leaves the others waiting on their devices, and whoever owns the processes
-ends that wait. Barriers are given the time that the group has for any answer, but on H200s none had failed
-twice as long after it began; if one does, the group tells that from a failure of the device's own.
+A rank that dies or stands still leaves the others waiting on their devices. Such a wait fails after the time
+that the group has for any answer, and the group tells that from a failure of the device's own. Whoever owns
+the processes must not rely on it: in whole jobs on H200s some had not failed twice as long after they began.
 """
 
 from __future__ import annotations

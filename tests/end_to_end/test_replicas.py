@@ -115,11 +115,11 @@ class Job:
         print(f"process {stopped} stands still with rows {sorted(in_flight)}")
         assert driver.wait(300) == 0
         culprit = self.one_culprit(name, path)
-        # A device that waits says nothing of it: then the one process that does not answer is the culprit.
-        how = (
-            "other ranks of its replica lost it" if path == "all_to_all" else "its loop stood still for 30 s"
-        )
-        assert culprit.reason == how
+        reasons = {"other ranks of its replica lost it"}
+        if path == "peer_memory":
+            # A wait on a device need not fail in time: then the one process that does not answer is blamed.
+            reasons.add("its loop stood still for 30 s")
+        assert culprit.reason in reasons
         assert self.suspects(name) == in_flight, "those of the rank that stood still"
         assert culprit.num_rows == len(in_flight)
 
