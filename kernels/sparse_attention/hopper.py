@@ -238,8 +238,8 @@ def _produce(
 ):  # fmt: skip
     """Fill the stages in turn; addresses are two pieces ahead of what is widened, and words one piece.
 
-    How many tiles of entries a query has is counted here alone and told beside it: two counts could differ,
-    and they did where consumers carried a loaded one from row to row, which Triton 3.6 took for a constant.
+    How many tiles of entries a query has is counted here alone and told beside it: two counts could differ.
+    (They did: Triton 3.6 takes an inner loop's bound for a constant if the outer loop carries it.)
     """
     count = 0
     query_phase = 1

@@ -319,12 +319,14 @@ def contract_device() -> torch.device:
 
 def contract_params(cases: Sequence[OpCase]) -> list[Any]:
     """``pytest.param(case, gate)`` for every case and gate; what needs a GPU is marked ``gpu``."""
+    # Who waits for a kernel that never ends cannot be interrupted: its process is ended, and that is a failure.
+    on_gpu = [pytest.mark.gpu, pytest.mark.timeout(180, method="thread")]
     return [
         pytest.param(
             case,
             gate,
             id=f"{case.name}-{gate.__name__}",
-            marks=[pytest.mark.gpu] if case.needs_gpu or gate in CUDA_GATES else [],
+            marks=on_gpu if case.needs_gpu or gate in CUDA_GATES else [],
         )
         for case in cases
         for gate in GATES
