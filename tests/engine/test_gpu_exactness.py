@@ -14,6 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks import make_checkpoint
 from engine import EngineConfig, Request, SamplingParams
 from engine.llm_engine import LLMEngine
 from engine.model_runner import ModelRunner
@@ -68,13 +69,10 @@ def answers(config: EngineConfig, batches: list[list[Request]]) -> dict[str, lis
     return digests
 
 
-@pytest.mark.parametrize("kernel_impl", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", MODELS)
-def test_every_disturbance_leaves_the_bits(model: str, dtype: str, kernel_impl: str) -> None:
+def check_disturbances(path: Path, dtype: str, kernel_impl: str, **settings: object) -> None:
+    """The digests of rows one by one, on the whole decoder and without a cache, are those of every disturbance."""
     seed = 20261130
     print(f"seed {seed}")
-    path = MODELS[model]
 
     def config(**changes: object) -> EngineConfig:
         return EngineConfig(
@@ -83,6 +81,7 @@ def test_every_disturbance_leaves_the_bits(model: str, dtype: str, kernel_impl: 
             device="cuda",
             kernel_impl=kernel_impl,
             max_model_len=1024,
+            **settings,
             **changes,
         )
 
@@ -92,6 +91,24 @@ def test_every_disturbance_leaves_the_bits(model: str, dtype: str, kernel_impl: 
         if kernel_impl == "torch" and changes.get("engram") == "host":
             continue  # only kernels read host memory
         assert answers(config(**changes), [rows]) == alone, name
+
+
+@pytest.mark.parametrize("kernel_impl", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_disturbance_leaves_the_bits(model: str, dtype: str, kernel_impl: str) -> None:
+    check_disturbances(MODELS[model], dtype, kernel_impl)
+
+
+@pytest.mark.timeout(900, method="thread")  # minutes of compiling; and a kernel that hangs is told
+@pytest.mark.parametrize("activations", ["row", "release"])
+def test_every_disturbance_leaves_the_bits_at_the_releases_dimensions(
+    tmp_path: Path, activations: str
+) -> None:
+    """Kernels that only its shapes take, on prompts from their first token on: a layer of every kind."""
+    layers = ["--layers", "0,1,2,20,24", "--experts", "12", "--engram-vocab-size", "2000"]
+    make_checkpoint.main([*layers, "--repeat", str(tmp_path)])
+    check_disturbances(tmp_path, "bfloat16", "triton", activation_quantisation=activations)
 
 
 def requested_bytes(kind: str) -> int:
