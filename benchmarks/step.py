@@ -232,6 +232,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     if torch.cuda.is_available():
         need_gpus(parser, args.ranks, f"--ranks {args.ranks}")
+    elif args.dims != "small":
+        need_gpus(parser, args.ranks, f"--dims {args.dims}, unlike --dims small,")
     print(describe(), flush=True)
     if workload.is_real:
         rank, result = on_ranks(
