@@ -292,6 +292,15 @@ def test_a_model_is_told_apart_by_content_not_by_place(tmp_path: Path) -> None:
     assert fingerprint_model(tmp_path / "b") != a
 
 
+@pytest.mark.parametrize("size", [5, 5000, 1_000_000])
+def test_other_weights_of_the_same_size_are_another_model(tmp_path: Path, size: int) -> None:
+    found = set()
+    for byte in (b"1", b"2"):
+        (tmp_path / "model.safetensors").write_bytes(byte * size)
+        found.add(fingerprint_model(tmp_path))
+    assert len(found) == 2
+
+
 def sleeper(mark: str | None) -> subprocess.Popen[bytes]:
     environment = {k: v for k, v in os.environ.items() if k != MARK}
     if mark is not None:
