@@ -148,7 +148,8 @@ def update_streams(
     """``expand_streams`` by one site's mix and ``read_streams`` for the next, in one pass over the streams.
 
     Args:
-        y: [num_rows, hidden], the sublayer's output, dtype of ``streams``; rows may lie apart.
+        y: [num_rows, hidden], the sublayer's output, dtype of ``streams``; rows may lie apart (bfloat16 ones
+            that do not begin at 16 bytes are copied first).
         mix: of the site that ends (``post`` and ``comb`` are read).
         pre: [num_rows, 4] fp32, what collapses for the next sublayer. The rest as ``read_streams``.
         out_streams: may be ``streams`` itself.
