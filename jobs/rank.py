@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -121,6 +122,8 @@ class RankActor:
     def __init__(self, spec: RankSpec, rank: int = 0, meeting: Meeting | None = None) -> None:
         # To the process's stderr, which Ray keeps in the rank's log.
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the driver, where a whole group is told
         folder = OutputFolder(Path(spec.job.output.state_dir or spec.job.output.path))
         self._node, self._device = socket.gethostname(), ""
         self._rank, self._meeting = rank, meeting

@@ -170,7 +170,8 @@ class Driver:
         self._to_publish += self._ledger.take_complete()
         self._enough_at = self._looked_at = time.monotonic()
         while self._num_shards_left:
-            self._check_slots()
+            if self._stop is not StopRequest.NOW:
+                self._check_slots()
             if self._has_too_many_errors:
                 self.request_stop(StopRequest.NOW)
             if not self._stop:
@@ -288,7 +289,11 @@ class Driver:
         self._has_costs = True
 
     def _take_death(self, slot: int, death: RankDied) -> None:
-        if death.has_lost_peer:
+        if self._stop is StopRequest.NOW:
+            # A scheduler may tell every process of a job: what ends with the stop says nothing of any row.
+            logger.warning("rank %d ended with the stop: %s", slot, death.reason)
+            self._slots[slot].is_stopped = True
+        elif death.has_lost_peer:
             logger.warning("rank %d lost another rank of its replica: %s", slot, death.reason)
             self._replicas.note_lost_peer(slot, time.monotonic())
         else:

@@ -234,6 +234,39 @@ def test_a_stopped_job_goes_on_where_it_was(tmp_path: Path, folder: OutputFolder
     check_answers(read_output(folder.path), prompts)
 
 
+def stop_all(driver: Driver, fleet: InProcessFleet, death: RankDied) -> None:
+    """Have the driver be told to stop after some exchanges, and its ranks be ended by the same hand."""
+    wait, num_waits = fleet.wait, 0
+
+    def end_all(timeout_s: float) -> list:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits < 9:
+            return wait(timeout_s)
+        driver.request_stop(StopRequest.NOW)
+        return [(slot, death) for slot in fleet.workers]
+
+    fleet.wait = end_all  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("has_lost_peer", [False, True])
+def test_ranks_that_end_with_a_stop_leave_no_suspects(
+    tmp_path: Path, folder: OutputFolder, has_lost_peer: bool
+) -> None:
+    """A scheduler that ends a job tells the driver and each rank: rows in flight did nothing, however often."""
+    prompts = random_prompts(random.Random(12), 60)
+    write_prompts(tmp_path / "in.parquet", prompts)
+    plan = make_plan(tmp_path / "in.parquet", 20)
+    for _ in range(4):
+        driver, fleet = start_run(folder, plan)
+        stop_all(driver, fleet, RankDied("it was told to end", has_lost_peer))
+        assert driver.run() is Outcome.STOPPED
+        assert not folder.deaths.exists() or not list(folder.deaths.iterdir())
+        assert read_status(folder.path).num_rank_deaths == 0
+    assert start_run(folder, plan)[0].run() is Outcome.COMMITTED
+    check_answers(read_output(folder.path), prompts)
+
+
 def test_a_finished_job_run_again_starts_no_rank(tmp_path: Path, folder: OutputFolder) -> None:
     write_prompts(tmp_path / "in.parquet", [[1], [2]])
     plan = make_plan(tmp_path / "in.parquet")

@@ -175,6 +175,8 @@ class _Fleet:
         return events
 
     def kill(self, slot: int) -> None:
+        if slot not in self._ranks:
+            return
         connection, pid = self._ranks.pop(slot)
         self._lost = [other for other in self._lost if other != slot]
         if not self._spec.is_partitioned:
