@@ -20,6 +20,8 @@ ExchangePath = Literal["none", "all_to_all", "peer_memory"]
 KV_BLOCK_SIZE = 64
 """Tokens in one KV block: 32 compressed entries at ratio 2, 64 at ratio 1."""
 
+_MOST, _MOST_BYTES = 2**31 - 1, 2**48  # what indices of 32 bits number, and what an address space holds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -74,6 +76,10 @@ class EngineConfig:
         for name in (*names, "max_num_preemptions"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", *names):
+            most = _MOST_BYTES if name == "host_memory_bytes" else _MOST
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
 

@@ -77,7 +77,7 @@ class OutputSection(_Section):
     state_dir: str | None = None
     format: PartFormat | None = None
     layout: PartLayout = "shards"
-    row_group_rows: int = Field(default=10_000, ge=1)
+    row_group_rows: int = Field(default=10_000, ge=1, le=2**31 - 1)
     columns: Literal["all", "none"] | tuple[str, ...] = "all"
     prefix: str = ""
     max_error_rate: float = Field(default=0.05, ge=0.0, le=1.0)
@@ -100,9 +100,9 @@ class ClusterSection(_Section):
     ``cost_per_rank_hour``: what one rank (a GPU, or a CPU rank) costs, in any currency; for the report.
     """
 
-    num_ranks: int = Field(default=0, ge=0)
+    num_ranks: int = Field(default=0, ge=0, le=100_000)
     min_ranks: int | None = Field(default=None, ge=1)
-    max_ranks: int | None = Field(default=None, ge=1)
+    max_ranks: int | None = Field(default=None, ge=1, le=100_000)
     ranks_per_replica: int = Field(default=1, ge=1)
     replica_spans_nodes: bool = False
     place_timeout_s: float = Field(default=1800.0, gt=0.0)

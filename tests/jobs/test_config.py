@@ -176,6 +176,21 @@ def test_every_wrong_value_of_a_section_is_said() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "output.row_group_rows",
+        "cluster.num_ranks",
+        "engine.max_num_seqs",
+        "engine.num_kv_blocks",
+        "engine.max_num_batched_tokens",
+        "engine.host_memory_bytes",
+    ],
+)
+def test_a_number_that_nothing_could_hold_is_refused_at_start(name: str) -> None:
+    assert name.partition(".")[2] in refusal(f"{name}={10**23}")
+
+
 @pytest.mark.parametrize("section", ["model", "input", "output"])
 def test_a_missing_path_says_how_to_give_it(section: str) -> None:
     flags = {key: value for key, value in PATHS.items() if not key.startswith(section)}
