@@ -150,8 +150,12 @@ def _is_there(folder: OutputFolder, plan: Plan, name: str, temporary: str) -> bo
 def _give_name(folder: OutputFolder, plan: Plan, name: str, temporary: str, *, is_anew: bool) -> None:
     source = folder.temporary_file(temporary)
     if plan.parts.url is not None:
+        url = f"{plan.parts.url}/{name}"
         if source.exists():
-            put_once(f"{plan.parts.url}/{name}", source, plan.fingerprint)
+            put_once(url, source, plan.fingerprint)
+        elif not has_object(url):
+            # A newer run began by removing it. A store's parts are believed: this one must not be told of.
+            raise FileNotFoundError(f"{str(source)!r} is gone, and was not yet at {url!r}")
         return
     final = folder.part_file(name)
     final.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from moto.server import ThreadedMotoServer
 from engine import ConfigError
 from pipelines.commits import check_destination, try_read_commit
 from pipelines.driver import Outcome
-from pipelines.manifest import OutputFolder, check_folder
+from pipelines.manifest import OutputFolder, check_folder, try_link
 from pipelines.object_store import check_store, put_once
 from pipelines.plan import PartOptions
 from pipelines.report import read_status
@@ -136,6 +136,30 @@ def test_a_part_that_reached_the_store_before_the_rank_died_is_not_written_again
     again = store.info("box/out/part-00000-of-00001.parquet", refresh=True)
     assert (again["ETag"], again["LastModified"]) == (first["ETag"], first["LastModified"])
     assert read_status(folder.path).num_ok == 2
+
+
+def test_a_part_whose_file_a_newer_run_took_away_is_not_said_to_be_published(
+    store: s3fs.S3FileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run begins by removing what is half written, also while a rank of an older one publishes."""
+    write_prompts(tmp_path / "in.parquet", [[1], [2]])
+    folder = OutputFolder(tmp_path / "state")
+    plan = make_plan(tmp_path / "in.parquet", parts=PartOptions(url="s3://box/out"))
+    num_links = 0
+
+    def link_and_lose(source: Path, target: Path) -> bool:
+        nonlocal num_links
+        is_first = try_link(source, target)
+        num_links += 1
+        if num_links == 1:
+            for leftover in folder.temporary.iterdir():
+                leftover.unlink()
+        return is_first
+
+    monkeypatch.setattr("pipelines.commits.try_link", link_and_lose)
+    assert start_run(folder, plan)[0].run() is Outcome.COMMITTED
+    assert num_links > 1
+    check_answers(read_parts(store), [[1], [2]])
 
 
 def test_a_name_is_written_once(store: s3fs.S3FileSystem, tmp_path: Path) -> None:
