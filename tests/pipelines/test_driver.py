@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -234,19 +234,26 @@ def test_a_stopped_job_goes_on_where_it_was(tmp_path: Path, folder: OutputFolder
     check_answers(read_output(folder.path), prompts)
 
 
-def stop_all(driver: Driver, fleet: InProcessFleet, death: RankDied) -> None:
-    """Have the driver be told to stop after some exchanges, and its ranks be ended by the same hand."""
+def after_exchanges(fleet: InProcessFleet, number: int, then: Callable[[], list]) -> None:
+    """Have the fleet say what ``then`` says, from this exchange on."""
     wait, num_waits = fleet.wait, 0
 
-    def end_all(timeout_s: float) -> list:
+    def wait_or_else(timeout_s: float) -> list:
         nonlocal num_waits
         num_waits += 1
-        if num_waits < 9:
-            return wait(timeout_s)
+        return wait(timeout_s) if num_waits < number else then()
+
+    fleet.wait = wait_or_else  # type: ignore[method-assign]
+
+
+def stop_all(driver: Driver, fleet: InProcessFleet, death: RankDied) -> None:
+    """Have the driver be told to stop after some exchanges, and its ranks be ended by the same hand."""
+
+    def end_all() -> list:
         driver.request_stop(StopRequest.NOW)
         return [(slot, death) for slot in fleet.workers]
 
-    fleet.wait = end_all  # type: ignore[method-assign]
+    after_exchanges(fleet, 9, end_all)
 
 
 @pytest.mark.parametrize("has_lost_peer", [False, True])
@@ -457,20 +464,15 @@ def test_a_gpu_whose_rank_died_may_be_given_again(tmp_path: Path, folder: Output
 
 def stop_unheard(driver: Driver, fleet: InProcessFleet) -> None:
     """Have the driver stop after some exchanges, while its ranks work on and are not heard any more."""
-    wait, num_waits = fleet.wait, 0
 
-    def work_on(timeout_s: float) -> list:
-        nonlocal num_waits
-        num_waits += 1
-        if num_waits < 8:
-            return wait(timeout_s)
+    def work_on() -> list:
         driver.request_stop(StopRequest.NOW)
         for worker in fleet.workers.values():
             worker.turn()
         time.sleep(0.1)
         return []
 
-    fleet.wait = work_on  # type: ignore[method-assign]
+    after_exchanges(fleet, 8, work_on)
 
 
 def test_rows_that_a_rank_journals_after_its_last_word_are_counted(

@@ -18,7 +18,7 @@ from pipelines.commits import check_destination, try_read_commit
 from pipelines.driver import Outcome
 from pipelines.manifest import OutputFolder, check_folder, try_link
 from pipelines.object_store import check_store, put_once
-from pipelines.plan import PartOptions
+from pipelines.plan import PartOptions, Plan
 from pipelines.report import read_status
 from pipelines.source import RowReader, find_input
 from tests.fake_engine import expected_text
@@ -115,12 +115,17 @@ def test_drivers_and_ranks_are_lost_around_a_store(
         assert all(expected_text(prompt) in line for prompt, line in zip(prompts, lines, strict=True))
 
 
+def two_rows(tmp_path: Path) -> tuple[OutputFolder, Plan]:
+    """A job of one part, from a folder to the store."""
+    write_prompts(tmp_path / "in.parquet", [[1], [2]])
+    plan = make_plan(tmp_path / "in.parquet", parts=PartOptions(url="s3://box/out"))
+    return OutputFolder(tmp_path / "state"), plan
+
+
 def test_a_part_that_reached_the_store_before_the_rank_died_is_not_written_again(
     store: s3fs.S3FileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_prompts(tmp_path / "in.parquet", [[1], [2]])
-    folder = OutputFolder(tmp_path / "state")
-    plan = make_plan(tmp_path / "in.parquet", parts=PartOptions(url="s3://box/out"))
+    folder, plan = two_rows(tmp_path)
 
     def put_and_die(url: str, source: Path, owner: str) -> None:
         put_once(url, source, owner)
@@ -142,9 +147,7 @@ def test_a_part_whose_file_a_newer_run_took_away_is_not_said_to_be_published(
     store: s3fs.S3FileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run begins by removing what is half written, also while a rank of an older one publishes."""
-    write_prompts(tmp_path / "in.parquet", [[1], [2]])
-    folder = OutputFolder(tmp_path / "state")
-    plan = make_plan(tmp_path / "in.parquet", parts=PartOptions(url="s3://box/out"))
+    folder, plan = two_rows(tmp_path)
     num_links = 0
 
     def link_and_lose(source: Path, target: Path) -> bool:
