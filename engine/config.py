@@ -63,7 +63,8 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        positive = ("max_num_seqs", "max_num_batched_tokens")
+        for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         names = (
@@ -76,7 +77,7 @@ class EngineConfig:
         for name in (*names, "max_num_preemptions"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", *names):
+        for name in (*positive, *names):
             most = _MOST_BYTES if name == "host_memory_bytes" else _MOST
             if getattr(self, name) > most:
                 raise ValueError(f"{name} must be at most {most}, got {getattr(self, name)}")
