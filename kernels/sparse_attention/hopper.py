@@ -216,9 +216,13 @@ def _store_query(q_ptr, q_smem):
 
 
 @gluon.jit
-def _num_entry_tiles(slots_ptr, num_selected, BLOCK_SELECTED: gl.constexpr):
-    """Tiles up to the last valid slot; the others would change no bit."""
-    place = gl.arange(0, BLOCK_SELECTED, gl.BlockedLayout([1], [32], [4], [0]))
+def _num_entry_tiles(slots_ptr, num_selected, BLOCK_SELECTED: gl.constexpr, layout: gl.constexpr):
+    """Tiles up to the last valid slot; the others would change no bit.
+
+    Producers and consumers each count, at the head of their loop over queries. No loop may carry the count
+    to its next turn: Triton 3.6 takes an inner loop's bound for a constant if the outer loop carries it.
+    """
+    place = gl.arange(0, BLOCK_SELECTED, layout)
     slots = gl.load(slots_ptr + place, mask=place < num_selected, other=-1)
     return gl.cdiv(gl.max(gl.where(slots >= 0, place + 1, 0), 0), KEYS)
 
@@ -233,14 +237,11 @@ def _load_tile_keys(ptr, first, limit):
 @gluon.jit
 def _produce(
     q_ptr, ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_rows, num_ring_rows,
-    stride_q_row, q_smem, num_tiles_smem, keys_smem, bias_smem, full, empty, q_full, q_empty,
+    stride_q_row, q_smem, keys_smem, bias_smem, full, empty, q_full, q_empty,
     NUM_SELECTED: gl.constexpr, BLOCK_SELECTED: gl.constexpr, WINDOW_TILES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the stages in turn; addresses are two pieces ahead of what is widened, and words one piece.
-
-    How many tiles of entries a query has is counted here alone and told beside it: two counts could differ.
-    (They did: Triton 3.6 takes an inner loop's bound for a constant if the outer loop carries it.)
-    """
+    """Fill the stages in turn; addresses are two pieces ahead of what is widened, and words one piece."""
+    every_lane: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     count = 0
     query_phase = 1
     for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
@@ -250,11 +251,8 @@ def _produce(
         next_keys = _load_keys(row_window_ptr, KEYS // 4)
         num_tiles = 0
         if NUM_SELECTED > 0:
-            num_tiles = _num_entry_tiles(row_slots_ptr, NUM_SELECTED, BLOCK_SELECTED)
+            num_tiles = _num_entry_tiles(row_slots_ptr, NUM_SELECTED, BLOCK_SELECTED, every_lane)
         mbarrier.wait(q_empty, query_phase)
-        if NUM_SELECTED > 0:
-            told: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            num_tiles_smem.store(gl.full([1], num_tiles, gl.int32, told))
         _store_query(q_ptr + row.to(gl.int64) * stride_q_row, q_smem)
         fence_async_shared()
         mbarrier.arrive(q_full, count=1)
@@ -337,9 +335,10 @@ def _warp_peaks(x):
 
 @gluon.jit
 def _consume(
-    sink_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, scale_log2, stride_out_row,
-    q_smem, num_tiles_smem, keys_smem, bias_smem, weights_smem, peaks_smem, full, empty, q_full, q_empty,
-    NUM_SELECTED: gl.constexpr, WINDOW_TILES: gl.constexpr, ROPE_HALF: gl.constexpr,
+    slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, scale_log2, stride_out_row,
+    q_smem, keys_smem, bias_smem, weights_smem, peaks_smem, full, empty, q_full, q_empty,
+    NUM_SELECTED: gl.constexpr, BLOCK_SELECTED: gl.constexpr, WINDOW_TILES: gl.constexpr,
+    ROPE_HALF: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax, weighted sums; then the division, the inverse rotation and the store."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
@@ -352,15 +351,16 @@ def _consume(
     count = 0
     query_phase = 0
     for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
+        row_slots_ptr = slots_ptr + row.to(gl.int64) * NUM_SELECTED
+        num_tiles = WINDOW_TILES
+        if NUM_SELECTED > 0:
+            num_tiles += _num_entry_tiles(row_slots_ptr, NUM_SELECTED, BLOCK_SELECTED, every_thread)
         peak = sink
         sums = _thread_sums(gl.zeros([HEADS, KEYS], gl.float32, scores_layout))
         acc_even = gl.zeros([HEADS, HALF], gl.float32, acc_layout)
         acc_odd = gl.zeros([HEADS, HALF], gl.float32, acc_layout)
         mbarrier.wait(q_full, query_phase)
         query_phase ^= 1
-        num_tiles = WINDOW_TILES
-        if NUM_SELECTED > 0:
-            num_tiles += gl.max(num_tiles_smem.load(every_thread), 0)
         for _ in range(num_tiles):
             stage = count % STAGES
             pending = _issue_scores(q_smem, keys_smem, full, count, scores_layout)
@@ -421,7 +421,6 @@ def hopper_attention_kernel(
     half_tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, HALF], half_tile)
-    num_tiles_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     keys_smem = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, KEYS, HALF], half_tile)
     bias_smem = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     weights_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, HEADS, KEYS], half_tile)
@@ -440,17 +439,17 @@ def hopper_attention_kernel(
             (
                 _consume,
                 (
-                    sink_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, scale_log2 * KEY_UNIT,
-                    stride_out_row, q_smem, num_tiles_smem, keys_smem, bias_smem, weights_smem, peaks_smem,
+                    slots_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, scale_log2 * KEY_UNIT,
+                    stride_out_row, q_smem, keys_smem, bias_smem, weights_smem, peaks_smem,
                     full, empty, q_full, q_empty,
-                    NUM_SELECTED, WINDOW_TILES, ROPE_HALF,
+                    NUM_SELECTED, BLOCK_SELECTED, WINDOW_TILES, ROPE_HALF,
                 ),
             ),
             (
                 _produce,
                 (
                     q_ptr, ring_ptr, chunk_ptr, window_rows_ptr, entries_ptr, slots_ptr, num_rows,
-                    num_ring_rows, stride_q_row, q_smem, num_tiles_smem, keys_smem, bias_smem,
+                    num_ring_rows, stride_q_row, q_smem, keys_smem, bias_smem,
                     full, empty, q_full, q_empty,
                     NUM_SELECTED, BLOCK_SELECTED, WINDOW_TILES,
                 ),
