@@ -12,8 +12,8 @@ COMMANDS = {
     "compare": "one of these on two revisions or folders in turns: medians, ratios, are the bits the same?",
 }
 OTHERS = (
-    "decoder_prefill, engram, engram_rows, exactness_cost, host_memory, job_overhead, make_checkpoint, "
-    "peer_rows, scaling: python -m benchmarks.NAME --help"
+    "decode_steps, decoder_prefill, engram, engram_rows, exactness_cost, host_memory, job_overhead, "
+    "make_checkpoint, peer_rows, scaling: python -m benchmarks.NAME --help"
 )
 
 

@@ -1,4 +1,4 @@
-"""ScheduledBatch to BatchInputs: the packed index tensors of one step.
+"""ScheduledBatch to BatchInputs: the packed index tensors of any step.
 
 All sequences of a step share one packed row axis. Every index a layer needs (which rows it runs,
 which window rows and ring slots they read, which compression groups they complete, where entries
@@ -17,7 +17,8 @@ from torch import Tensor
 from engine.config import KV_BLOCK_SIZE
 from engine.layer_rows import LayerRows, ModelShape
 from engine.layers.ngrams import NgramTables, ngram_classes
-from engine.scheduler import ScheduledBatch, ScheduledChunk
+from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
+from engine.step_inputs import CompressInputs, LayerInputs, RowSet, SelectInputs, WindowInputs
 
 ROW_PADDING = 32
 """Packed rows are padded to a multiple of this, so that vector kernels never meet a ragged tail."""
@@ -38,61 +39,21 @@ def upload(array: np.ndarray, device: torch.device | str) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSet:
-    """The rows of some layers' input or output. Rows from ``num_rows`` on are padding (position 0)."""
+class PackedRows(RowSet):
+    """What the host knows of them."""
 
-    num_rows: int
     first: np.ndarray  # [num_chunks] first absolute row of each chunk; >= its end where it has none
     offset: np.ndarray  # [num_chunks] packed index of that row
     host_positions: np.ndarray  # [num_padded]
-    host_chunks: np.ndarray  # [num_padded] index of the row's chunk
-    positions: Tensor  # [num_padded] int64
-    chunks: Tensor  # [num_padded] int64
-
-    @property
-    def num_padded(self) -> int:
-        """Rows with padding."""
-        return len(self.host_positions)
+    host_chunks: np.ndarray  # [num_padded]
 
 
 @dataclass(frozen=True, slots=True)
-class WindowInputs:
-    """Where window keys come from: ``cat(rings, the layer's own input rows)``, and what the ring keeps."""
+class PackedLayer(LayerInputs):
+    """The same of a layer."""
 
-    rows: Tensor  # [num_output_rows, window] int32 into the concatenation, positions ascending; -1 is none
-    ring_sources: Tensor  # [n] input rows that the ring keeps
-    ring_targets: Tensor  # [n] flat ring rows
-
-
-@dataclass(frozen=True, slots=True)
-class CompressInputs:
-    """Groups that complete in this step: rows of ``cat(open groups, the layer's input rows)``."""
-
-    group_rows: Tensor  # [num_groups, ratio]; padded to a multiple of ROW_PADDING
-    group_positions: Tensor  # [num_groups] position of the group's first token
-    entry_slots: Tensor  # [num_groups] pool slot, -1 = do not write
-    open_sources: Tensor  # [n] input rows that stay open
-    open_targets: Tensor  # [n] flat rows of the open-group state
-
-
-@dataclass(frozen=True, slots=True)
-class SelectInputs:
-    """What a query may select from."""
-
-    num_visible: Tensor  # [num_output_rows] int64 entries visible to the row; 0 for padding
-    max_visible: int  # the most of any row, at least 1
-    chunks: Tensor  # [num_output_rows] int64
-    block_tables: Tensor  # [num_chunks, max_blocks] int64
-    entries_per_block: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayerInputs:
-    """One layer's share of the step."""
-
-    rows: RowSet  # input
-    output_rows: RowSet
-    keep: Tensor | None  # [output num_padded] into the input rows; None where nothing is cut
+    rows: PackedRows
+    output_rows: PackedRows
 
 
 class BatchInputs:
@@ -117,14 +78,14 @@ class BatchInputs:
         self._slots = np.array([c.seq.state_slot for c in batch.chunks], dtype=np.int64)
         self._cached = np.array([c.cached_until for c in batch.chunks], dtype=np.int64)
         self._rows: list[LayerRows] = [c.layer_rows(shape) for c in batch.chunks]
-        self._row_sets: dict[tuple[int, ...], RowSet] = {}
+        self._row_sets: dict[tuple[int, ...], PackedRows] = {}
         self._windows: dict[tuple[object, ...], WindowInputs] = {}
         self._compress: dict[tuple[object, ...], CompressInputs] = {}
         self._selects: dict[tuple[object, ...], SelectInputs] = {}
         self.layers = [self._layer_inputs(layer) for layer in range(shape.num_layers)]
 
     @property
-    def first_rows(self) -> RowSet:
+    def first_rows(self) -> PackedRows:
         """The rows whose embeddings enter layer 0."""
         return self.layers[0].rows
 
@@ -152,8 +113,12 @@ class BatchInputs:
         """The chunks of ``sample_rows``."""
         return [c for c in self._chunks if c.samples]
 
-    def ngram_classes(self, rows: RowSet) -> np.ndarray:
-        """[num_padded, N] int64 classes of each row's last N tokens, newest first; pad past the start."""
+    def ngram_classes(self, layer: int) -> np.ndarray:
+        """[num_padded, N] int64 classes of the last N tokens of each of a layer's rows, newest first.
+
+        Pad where a look-back crosses the start of the sequence.
+        """
+        rows = self.layers[layer].rows
         assert self._tables is not None, "the model has no engram layer"
         size = self._tables.multipliers.shape[1]
         classes = np.full((rows.num_padded, size), self._tables.pad_class, dtype=np.int64)
@@ -171,7 +136,10 @@ class BatchInputs:
     def window_inputs(self, layer: int) -> WindowInputs:
         """Window indices of a layer."""
         inputs = self.layers[layer]
-        floors = np.array([r.first_window[layer] for r in self._rows], dtype=np.int64).clip(min=0)
+        floors = np.array([r.first_window[layer] for r in self._rows], dtype=np.int64)
+        # A floor below all that the rows reach changes nothing: without it most layers are alike.
+        floors[floors <= inputs.output_rows.first - self._window + 1] = 0
+        floors = floors.clip(min=0)
         key = (id(inputs.rows), id(inputs.output_rows), floors.tobytes())
         if key not in self._windows:
             self._windows[key] = self._build_window(inputs.rows, inputs.output_rows, floors)
@@ -212,18 +180,18 @@ class BatchInputs:
             tables[index, : len(chunk.seq.block_table)] = chunk.seq.block_table
         return self._upload(tables)
 
-    def _layer_inputs(self, layer: int) -> LayerInputs:
+    def _layer_inputs(self, layer: int) -> PackedLayer:
         rows = self._row_set([r.first_input[layer] for r in self._rows])
         output = self._row_set([r.first_output[layer] for r in self._rows])
         if output is rows:
-            return LayerInputs(rows, output, None)
+            return PackedLayer(rows, output, None)
         keep = np.zeros(output.num_padded, dtype=np.int64)
         n = output.num_rows
         chunks = output.host_chunks[:n]
         keep[:n] = rows.offset[chunks] + output.host_positions[:n] - rows.first[chunks]
-        return LayerInputs(rows, output, self._upload(keep))
+        return PackedLayer(rows, output, self._upload(keep))
 
-    def _row_set(self, firsts: list[int]) -> RowSet:
+    def _row_set(self, firsts: list[int]) -> PackedRows:
         first = np.minimum(np.maximum(np.array(firsts, dtype=np.int64), self._starts), self._ends)
         key = tuple(first.tolist())
         if key not in self._row_sets:
@@ -236,12 +204,19 @@ class BatchInputs:
             chunks = np.pad(chunks, (0, num_padded - num_rows), mode="edge") if num_rows else chunks
             positions = np.zeros(num_padded, dtype=np.int64)
             positions[:num_rows] = np.arange(num_rows) - np.repeat(offset - first, counts)
-            self._row_sets[key] = RowSet(
-                num_rows, first, offset, positions, chunks, self._upload(positions), self._upload(chunks)
+            self._row_sets[key] = PackedRows(
+                num_rows,
+                num_padded,
+                self._upload(positions),
+                self._upload(chunks),
+                first,
+                offset,
+                positions,
+                chunks,
             )
         return self._row_sets[key]
 
-    def _build_window(self, rows: RowSet, output: RowSet, floors: np.ndarray) -> WindowInputs:
+    def _build_window(self, rows: PackedRows, output: PackedRows, floors: np.ndarray) -> WindowInputs:
         window = self._window
         n = rows.num_rows
         position, chunk = rows.host_positions[:n], rows.host_chunks[:n]
@@ -251,7 +226,7 @@ class BatchInputs:
             self._window_rows(rows, output, floors), self._upload(sources), self._upload(targets)
         )
 
-    def _window_rows(self, rows: RowSet, output: RowSet, floors: np.ndarray) -> Tensor:
+    def _window_rows(self, rows: PackedRows, output: PackedRows, floors: np.ndarray) -> Tensor:
         """``WindowInputs.rows``; on the device, since the host would take longer than a layer does."""
         window = self._window
         in_rows = self._num_states * window + rows.offset - rows.first
@@ -262,7 +237,7 @@ class BatchInputs:
         key_rows = torch.where(key >= first, in_own + key, in_ring + key % window)
         return torch.where(key >= floor, key_rows, -1).int()
 
-    def _build_compress(self, rows: RowSet, ratio: int) -> CompressInputs:
+    def _build_compress(self, rows: PackedRows, ratio: int) -> CompressInputs:
         num_stored = ratio - 1
         # A group is this step's to write when its last token is: earlier ones are in the pool already.
         first = np.maximum(self._starts, self._cached) // ratio

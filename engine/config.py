@@ -32,6 +32,7 @@ class EngineConfig:
     compare with references, not to serve. ``decoder_prefill`` "bounded" is an approximation.
     ``kernel_impl`` "torch" runs every op as its plain-torch reference, "triton" the kernels there are;
     "auto" is "triton" on a GPU whose kernels serve the model's shape.
+    ``cuda_graphs``: steps in which every sequence decodes are captured and replayed, on a GPU with kernels.
     ``engram`` is where n-gram tables lie: "gpu" is the rank's device, "host" memory that the ranks of a node
     share and kernels read, "mmap" the checkpoint's own files; bits are the same. "auto" is the first of the
     three that has room, and "mmap" on a CPU.
@@ -48,6 +49,7 @@ class EngineConfig:
     activation_quantisation: Literal["auto", "release", "row", "none"] = "auto"
     cache_quantisation: Literal["release", "none"] = "release"
     engram: Literal["auto", "gpu", "host", "mmap"] = "auto"
+    cuda_graphs: bool = True
     max_model_len: int = 0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -121,6 +123,7 @@ class ResolvedConfig:
     cache_quantisation: Literal["release", "none"]
     exchange: ExchangePath = "none"
     engram: TablePlace = "gpu"
+    cuda_graphs: bool = False
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int

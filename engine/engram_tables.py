@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import BatchInputs, RowSet, padded, upload
+from engine.batch import padded, upload
 from engine.checkpoint import StoredTensor
 from engine.config import TablePlace
 from engine.errors import ConfigError
@@ -37,6 +37,10 @@ Part = tuple[str, tuple[int, ...]]
 """A tensor's name and shape: a table has its values, and scales where it is quantised."""
 
 
+NgramClasses = Callable[[], np.ndarray]
+"""[num_rows, N] classes of each row's last tokens; called where they are needed, maybe beside the step."""
+
+
 @dataclass(frozen=True, slots=True)
 class TableRows:
     """A step's rows of one table, on their way.
@@ -50,7 +54,7 @@ class TableRows:
 
 
 class _Table(Protocol):
-    def prefetch(self, batch: BatchInputs, rows: RowSet) -> TableRows: ...
+    def prefetch(self, ngram_classes: NgramClasses) -> TableRows: ...
 
 
 class EngramTables:
@@ -111,9 +115,9 @@ class EngramTables:
         """How long, in all, steps were launched no further because rows were not read yet."""
         return 0.0 if self._reader is None else self._reader.waited_s
 
-    def prefetch(self, index: int, batch: BatchInputs, rows: RowSet) -> TableRows:
-        """Set out for what ``rows`` look up in the table of engram layer number ``index``."""
-        return self._tables[index].prefetch(batch, rows)
+    def prefetch(self, index: int, ngram_classes: NgramClasses) -> TableRows:
+        """Set out for what rows of these classes look up in the table of engram layer number ``index``."""
+        return self._tables[index].prefetch(ngram_classes)
 
     def look_ahead(self, spans: Sequence[tuple[list[int], int, int]]) -> None:
         """Tokens, and which positions [start, end) of them the next step will likely run; no promise."""
@@ -160,10 +164,10 @@ class _TableInReach:
         self._dtype = dtype
         self._stream = stream
 
-    def prefetch(self, batch: BatchInputs, rows: RowSet) -> TableRows:
+    def prefetch(self, ngram_classes: NgramClasses) -> TableRows:
         @cache
         def hash_rows() -> Tensor:
-            return self._hash(batch.ngram_classes(rows))
+            return self._hash(ngram_classes())
 
         if self._stream is None:
             return TableRows(hash_rows, lambda: self._look_up(hash_rows()))
@@ -205,8 +209,8 @@ class _TableInFiles:
         self._staged = StagedTable(reader, stored, max_num_rows=most_lookups)
         self._numbers = torch.arange(most_lookups, device=weights.device, dtype=torch.int32)
 
-    def prefetch(self, batch: BatchInputs, rows: RowSet) -> TableRows:
-        future = self._staged.fetch(lambda: self._hash(batch.ngram_classes(rows)).numpy())
+    def prefetch(self, ngram_classes: NgramClasses) -> TableRows:
+        future = self._staged.fetch(lambda: self._hash(ngram_classes()).numpy())
 
         def take() -> Tensor:
             with self._staged.taken(future) as fetched:

@@ -1,4 +1,4 @@
-"""One step on the device: moves, the forward pass, logits. Eager; of one rank, in step with its group.
+"""One step on the device: moves, the forward pass, logits; of one rank, in step with its group.
 
 It loads the model, sizes its memory and runs what the scheduler planned; it decides nothing.
 """
@@ -25,6 +25,7 @@ from engine.config import (
     resolve_block_counts,
     resolve_max_model_len,
 )
+from engine.decode_graphs import DecodeGraphs
 from engine.engram_tables import EngramTables
 from engine.errors import ConfigError
 from engine.kv_cache import CacheLayout, KVCache
@@ -106,6 +107,11 @@ class ModelRunner:
             num_host_states=self.resolved.num_host_states,
             device=self.device,
         )
+        self.decode_graphs: DecodeGraphs | None = None
+        if self.resolved.cuda_graphs:
+            self.decode_graphs = DecodeGraphs(
+                self.model, self.cache, self.shape, self._tables, self.device, group=self.group
+            )
 
     def _plan_memory(self, config: EngineConfig) -> MemoryEstimate:
         """What will be held where, before anything is loaded."""
@@ -184,6 +190,7 @@ class ModelRunner:
             cache_quantisation=config.cache_quantisation,
             exchange="none" if self.group is None else self.group.path,
             engram=self._plan.engram,
+            cuda_graphs=config.cuda_graphs and chosen.device == "cuda" and chosen.kernel_impl == "triton",
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -211,12 +218,20 @@ class ModelRunner:
     def run(self, batch: ScheduledBatch, trace: Trace | None = None) -> Tensor:
         """Carry out the step; fp32 logits [num_samples, vocab] of the chunks that sample, in order."""
         self.cache.apply(batch.moves_before)
+        graphs = self.decode_graphs
+        if graphs is not None and trace is None and graphs.can_run(batch):
+            logits = graphs.run(batch)
+        else:
+            logits = self._run_packed(batch, trace)
+        self.cache.apply(batch.moves_after)
+        return logits
+
+    def _run_packed(self, batch: ScheduledBatch, trace: Trace | None) -> Tensor:
+        """A step of any rows."""
         inputs = BatchInputs(batch, self.shape, self._tables, self.device, num_states=self.cache.num_states)
         if self.group is not None:
             self.group.agree([layer.output_rows.num_padded for layer in inputs.layers], has_work=True)
-        logits = self.model.forward(inputs, self.cache, trace)
-        self.cache.apply(batch.moves_after)
-        return logits
+        return self.model.forward(inputs, self.cache, trace)
 
     def await_device(self) -> None:
         """Until all that was asked of the device is done; raises ``RuntimeError`` for what failed."""

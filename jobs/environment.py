@@ -28,6 +28,7 @@ SPEED_ONLY = frozenset(
         "device_name",
         "exchange",
         "engram",
+        "cuda_graphs",
         "max_num_seqs",
         "max_num_batched_tokens",
         "num_kv_blocks",

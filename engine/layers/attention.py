@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.batch import BatchInputs
 from engine.kv_cache import KVCache
 from engine.layers.compressor import Compressor
 from engine.layers.indexer import Indexer, Selection
@@ -19,6 +18,7 @@ from engine.layers.ops import Ops
 from engine.layers.rotary import RotaryEmbedding, RotaryTables
 from engine.loader import WeightReader
 from engine.models.deepseek_v41_config import DeepseekV41Config
+from engine.step_inputs import StepInputs
 from kernels.number_formats import QuantisedRows
 
 
@@ -67,7 +67,7 @@ class Attention:
             self._indexer = Indexer(reader, f"{prefix}.indexer", config, layer, activations, ops)
 
     def __call__(
-        self, x: Tensor, batch: BatchInputs, cache: KVCache, selection: Selection | None
+        self, x: Tensor, batch: StepInputs, cache: KVCache, selection: Selection | None
     ) -> tuple[Tensor | None, Selection | None]:
         """Every input row enters the caches; rows with an output attend.
 
@@ -110,7 +110,7 @@ class Attention:
         rounded: QuantisedRows | Tensor,
         tables: RotaryTables,
         own_rows: Tensor,
-        batch: BatchInputs,
+        batch: StepInputs,
         cache: KVCache,
         selection: Selection | None,
     ) -> tuple[Tensor, Selection | None]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.batch import CompressInputs
 from engine.kv_cache import KVCache
 from engine.layers.linear import Linear
 from engine.layers.ops import Ops
 from engine.layers.rotary import RotaryEmbedding
 from engine.loader import WeightReader
 from engine.models.deepseek_v41_config import DeepseekV41Config
+from engine.step_inputs import CompressInputs
 
 
 class Compressor:

@@ -5,10 +5,12 @@ Where the rows' table lies is ``engine/engram_tables.py``'s business.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import BatchInputs, RowSet
 from engine.engram_tables import EngramTables, TableRows
 from engine.layers.linear import ActivationFormat, QuantisedLinear
 from engine.layers.ops import Ops
@@ -41,9 +43,9 @@ class Engram:
         self._q_weight = reader.tensor(f"{prefix}.q_weight", (k, hidden), torch.float32)
         self._k_weight = reader.tensor(f"{prefix}.k_weight", (k, hidden), torch.float32)
 
-    def prefetch(self, batch: BatchInputs, rows: RowSet) -> TableRows:
-        """Set out for what ``rows`` will look up: the longer before they are needed, the better."""
-        return self._tables.prefetch(self._index, batch, rows)
+    def prefetch(self, ngram_classes: Callable[[], np.ndarray]) -> TableRows:
+        """Set out for what rows will look up: the longer before they are needed, the better."""
+        return self._tables.prefetch(self._index, ngram_classes)
 
     def __call__(self, streams: Tensor, rows: TableRows) -> Tensor:
         """streams [num_rows, K, hidden] and what their rows look up -> new streams."""

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.batch import SelectInputs
 from engine.kv_cache import KVCache
 from engine.layers.linear import ActivationFormat, Linear, QuantisedLinear
 from engine.layers.ops import Ops
 from engine.layers.rotary import RotaryTables
 from engine.loader import WeightReader
 from engine.models.deepseek_v41_config import DeepseekV41Config
+from engine.step_inputs import SelectInputs
 from kernels.indexer import KeyPages
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from engine.layers.rotary import RotaryEmbedding
 from engine.loader import WeightReader
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from engine.parallel import ExpertExchange, ExpertGroup
+from engine.step_inputs import StepInputs
 from kernels.moe import Routes
 
 Trace = Callable[[str, Tensor], None]
@@ -60,15 +62,16 @@ class DecoderLayer:
         exchange = None if group is None else ExpertExchange(group, layer)
         self._moe = MoE(reader, f"{prefix}.ffn", config, activations, ops, exchange)
 
-    def prefetch(self, batch: BatchInputs, table_rows: dict[int, TableRows]) -> None:
+    def prefetch(self, ngram_classes: Callable[[int], np.ndarray]) -> TableRows | None:
         """Set out for the table rows that this layer will look up, if it does."""
-        if self._engram is not None:
-            table_rows[self._layer] = self._engram.prefetch(batch, batch.layers[self._layer].rows)
+        if self._engram is None:
+            return None
+        return self._engram.prefetch(lambda: ngram_classes(self._layer))
 
     def __call__(
         self,
         residual: ResidualStreams,
-        batch: BatchInputs,
+        batch: StepInputs,
         cache: KVCache,
         selection: Selection | None,
         table_rows: dict[int, TableRows],
@@ -143,9 +146,21 @@ class DeepseekV41Model:
 
     def forward(self, batch: BatchInputs, cache: KVCache, trace: Trace | None = None) -> Tensor:
         """Run one step and return the fp32 logits of the batch's sampled rows, [num_samples, vocab]."""
-        table_rows: dict[int, TableRows] = {}
-        for layer in self._layers:
-            layer.prefetch(batch, table_rows)
+        residual = self.run_layers(batch, cache, self.prefetch(batch.ngram_classes), trace)
+        if residual is None:
+            return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=batch.device)
+        residual.take(batch.sample_rows)
+        return self.logits(residual.streams, residual.pre)[: len(batch.sample_chunks)]
+
+    def prefetch(self, ngram_classes: Callable[[int], np.ndarray]) -> dict[int, TableRows]:
+        """Set out for what engram layers will look up: by layer. ``ngram_classes`` are a layer's rows'."""
+        found = {index: layer.prefetch(ngram_classes) for index, layer in enumerate(self._layers)}
+        return {index: rows for index, rows in found.items() if rows is not None}
+
+    def run_layers(
+        self, batch: StepInputs, cache: KVCache, table_rows: dict[int, TableRows], trace: Trace | None = None
+    ) -> ResidualStreams | None:
+        """The streams of the last layer's output rows; None where it has none."""
         residual = ResidualStreams(self._embed[batch.token_ids], self.config, self._ops)
         selection: Selection | None = None
         for index, layer in enumerate(self._layers):
@@ -153,9 +168,8 @@ class DeepseekV41Model:
             if not has_rows:
                 # Every chunk is far from its prompt's end: no later layer has a row of this rank to run.
                 self.join(index)
-                return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=batch.device)
-        residual.take(batch.sample_rows)
-        return self.logits(residual.streams, residual.pre)[: len(batch.sample_chunks)]
+                return None
+        return residual
 
     def join(self, first_layer: int = 0) -> None:
         """Run this rank's experts for other ranks' rows, from a layer on at which this one has none."""

@@ -151,7 +151,7 @@ def copy_rows(source: Tensor, target: Tensor, source_rows: Tensor, target_rows: 
 
     Args:
         source, target: [n, ...] and [m, ...], contiguous, of one dtype and row shape.
-        source_rows, target_rows: [num_copies] int32 or int64; no two targets are equal.
+        source_rows, target_rows: [num_copies] int32 or int64; no two targets are equal, -1 = do not copy.
 
     Raises:
         ValueError: an argument is not as described.

@@ -65,7 +65,7 @@ def store_index_keys_reference(
 
 def copy_rows_reference(source: Tensor, target: Tensor, source_rows: Tensor, target_rows: Tensor) -> None:
     """The op's signature; writes ``target`` in place."""
-    target[target_rows.long()] = source[source_rows.long()]
+    _write(target, target_rows, source[source_rows.long()])
 
 
 def _write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:

@@ -209,7 +209,7 @@ def test_visible_entries_and_their_blocks(seed: int, mode: str, ratio: int) -> N
 def test_ngrams_look_back_over_the_chunks_start(seed: int, mode: str) -> None:
     step = random_step(seed, mode)
     for layer in (0, 3):
-        classes = step.inputs.ngram_classes(step.inputs.layers[layer].rows).tolist()
+        classes = step.inputs.ngram_classes(layer).tolist()
         for row, (index, position) in enumerate(input_rows(step, layer)):
             ids = step.chunks[index].seq.token_ids
             assert classes[row] == [3 * ids[position - i] if position >= i else -7 for i in range(4)]

@@ -32,6 +32,7 @@ MODELS = {
 }
 DISTURBANCES: dict[str, dict[str, object]] = {
     "together": {},
+    "no graphs": {"cuda_graphs": False},
     "small chunks": {"max_num_batched_tokens": 37},
     "offload": {"max_num_batched_tokens": 64, "num_kv_blocks": 12},
     "recompute": {"max_num_batched_tokens": 64, "num_kv_blocks": 12, "preemption": "recompute"},
@@ -66,11 +67,15 @@ def answers(config: EngineConfig, batches: list[list[Request]]) -> dict[str, lis
             for output in engine.step():
                 digests[output.request_id] = [c.output_digest for c in output.completions]
             engine.scheduler.check_integrity()
+    graphs = engine.runner.decode_graphs
+    if engine.resolved.cuda_graphs and len(batches) == 1:
+        assert graphs is not None
+        assert graphs.num_replays > 0, "no decode step was replayed"
     return digests
 
 
 def check_disturbances(path: Path, dtype: str, kernel_impl: str, **settings: object) -> None:
-    """The digests of rows one by one, on the whole decoder and without a cache, are those of every disturbance."""
+    """The digests of rows one by one (whole decoder, no cache, no graphs) are those of every disturbance."""
     seed = 20261130
     print(f"seed {seed}")
 
@@ -86,7 +91,8 @@ def check_disturbances(path: Path, dtype: str, kernel_impl: str, **settings: obj
         )
 
     rows = requests(seed, load_model_config(path).vocab_size)
-    alone = answers(config(decoder_prefill="full", enable_prefix_caching=False), [[row] for row in rows])
+    plain = config(decoder_prefill="full", enable_prefix_caching=False, cuda_graphs=False)
+    alone = answers(plain, [[row] for row in rows])
     for name, changes in DISTURBANCES.items():
         if kernel_impl == "torch" and changes.get("engram") == "host":
             continue  # only kernels read host memory

@@ -168,13 +168,14 @@ def latents_case(
 
 
 def copy_case() -> OpCase:
-    """``copy_rows`` of 33-byte rows to scattered places."""
+    """``copy_rows`` of 33-byte rows to scattered places, some of them nowhere."""
 
     def build(seed: int, device: torch.device) -> Inputs:
         g = torch.Generator(device).manual_seed(seed)
         source = torch.randint(0, 256, (40, 33), generator=g, device=device).to(torch.uint8)
         rows = torch.randperm(40, generator=g, device=device)[:21]
-        return {"source": source, "source_rows": rows, "target_rows": torch.arange(21, device=device) * 2}
+        targets = torch.arange(21, device=device) * 2
+        return {"source": source, "source_rows": rows, "target_rows": torch.where(rows % 5 == 0, -1, targets)}
 
     def run(i: Inputs, out: Outputs) -> None:
         copy_rows(i["source"], out["target"], i["source_rows"], i["target_rows"])
@@ -182,7 +183,7 @@ def copy_case() -> OpCase:
     def reference(i: Inputs) -> Outputs:
         target = torch.zeros(60, 33, dtype=torch.uint8, device=i["source"].device)
         copy_rows_reference(i["source"], target, i["source_rows"], i["target_rows"])
-        return {"target": target[i["target_rows"]]}
+        return {"target": target[i["target_rows"][i["target_rows"] >= 0]]}
 
     return OpCase(
         name="copy_rows",

@@ -1,0 +1,142 @@
+"""The index tensors of a step in which every sequence runs one row, computed on the device.
+
+Such a step differs from the last one only in what ``DecodeRows`` holds: a row's token, position, state slot
+and KV blocks. All that layers gather by follows from these, in operations whose shapes depend on nothing else
+than how many rows and tokens there is room for; so a step can be captured once and replayed. It must not look
+at the host's sequences: what it answers is the same for every step that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import KV_BLOCK_SIZE
+from engine.layer_rows import ModelShape
+from engine.scheduled_batch import ScheduledChunk
+from engine.step_inputs import CompressInputs, LayerInputs, RowSet, SelectInputs, WindowInputs
+
+_Array = TypeVar("_Array", Tensor, np.ndarray)
+
+_TOKEN, _POSITION, _SLOT = range(3)
+
+
+def is_decode(chunk: ScheduledChunk) -> bool:
+    """Whether a chunk is one row behind everything its sequence has cached, and is sampled from."""
+    is_last = chunk.samples and chunk.tail_end == chunk.end
+    return is_last and chunk.num_tokens == 1 and chunk.cached_until <= chunk.start
+
+
+class DecodeRows:
+    """Room on the device for the rows of one step: ``num_rows`` of them, in contexts up to ``num_tokens``.
+
+    ``facts`` [3, num_rows] int64: token, position, state slot (-1: padding, a row of its own at position 0).
+    ``block_tables`` [num_rows, num_tokens / KV_BLOCK_SIZE] int64.
+    """
+
+    def __init__(self, num_rows: int, num_tokens: int, device: torch.device) -> None:
+        self.num_rows = num_rows
+        self.num_tokens = num_tokens
+        self._num_blocks = num_tokens // KV_BLOCK_SIZE
+        self._all = torch.zeros(num_rows * (3 + self._num_blocks), dtype=torch.int64, device=device)
+        self.facts, self.block_tables = self._views(self._all)
+
+    def load(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Send a step's rows to the device; the host does not wait."""
+        everything = np.zeros(self._all.shape[0], dtype=np.int64)
+        facts, tables = self._views(everything)
+        facts[_SLOT] = -1
+        for row, chunk in enumerate(chunks):
+            facts[:, row] = chunk.seq.token_ids[chunk.start], chunk.start, chunk.seq.state_slot
+            blocks = chunk.seq.block_table[: self._num_blocks]
+            tables[row, : len(blocks)] = blocks
+        sent = torch.from_numpy(everything)
+        self._all.copy_(sent.pin_memory() if self._all.is_cuda else sent, non_blocking=True)
+
+    def _views(self, everything: _Array) -> tuple[_Array, _Array]:
+        num_facts = 3 * self.num_rows
+        tables = everything[num_facts:].reshape(self.num_rows, self._num_blocks)
+        return everything[:num_facts].reshape(3, self.num_rows), tables
+
+
+class DecodeInputs:
+    """What ``BatchInputs`` is to layers, for one pass over ``rows``; index tensors are made once a pass."""
+
+    def __init__(self, rows: DecodeRows, shape: ModelShape, *, num_states: int) -> None:
+        self.device = rows.facts.device
+        self._room = rows
+        self._window = shape.window
+        self._num_states = num_states
+        self.token_ids = rows.facts[_TOKEN]
+        self._positions = rows.facts[_POSITION]
+        self._slots = rows.facts[_SLOT]
+        self._is_real = self._slots >= 0
+        self._states = self._slots.clamp(min=0)
+        self._numbers = torch.arange(rows.num_rows, device=self.device)
+        same = RowSet(rows.num_rows, rows.num_rows, self._positions, self._numbers)
+        self.layers = [LayerInputs(same, same, None)] * shape.num_layers
+        self._windows: WindowInputs | None = None
+        self._compress: dict[int, CompressInputs] = {}
+        self._selects: dict[int, SelectInputs] = {}
+
+    def has_window_rows(self, layer: int) -> bool:
+        """Every row's window is read."""
+        return True
+
+    def window_inputs(self, layer: int) -> WindowInputs:
+        """The same for every layer: no decoder prefill mode cuts the window of a sequence's newest row."""
+        if self._windows is None:
+            window, position = self._window, self._positions[:, None]
+            key = position + torch.arange(1 - window, 1, device=self.device)
+            in_ring = self._states[:, None] * window + key % window
+            own = self._num_states * window + self._numbers[:, None]
+            key_rows = torch.where(key == position, own, in_ring)
+            is_there = (key >= 0) & self._is_real[:, None]
+            self._windows = WindowInputs(
+                torch.where(is_there, key_rows, -1).int(),
+                self._numbers,
+                self._where_real(self._states * window + self._positions % window),
+            )
+        return self._windows
+
+    def compress_inputs(self, layer: int, ratio: int) -> CompressInputs:
+        """The group of every row; most are not complete, and not stored."""
+        if ratio not in self._compress:
+            num_stored, per_block = ratio - 1, KV_BLOCK_SIZE // ratio
+            group = self._positions // ratio
+            token = group[:, None] * ratio + torch.arange(ratio, device=self.device)
+            in_state = self._states[:, None] * num_stored + token % ratio
+            own = self._num_states * num_stored + self._numbers[:, None]
+            is_complete = (self._positions + 1) % ratio == 0
+            block = self._room.block_tables.gather(1, group[:, None] // per_block)[:, 0]
+            slots = self._where_real(block * per_block + group % per_block)
+            kept = self._where_real(self._states * num_stored + self._positions % ratio)
+            self._compress[ratio] = CompressInputs(
+                # Of a group that is not complete some row is read that is there, and nothing stored.
+                torch.where(token >= self._positions[:, None], own, in_state),
+                group * ratio,
+                torch.where(is_complete, slots, -1),
+                self._numbers,
+                torch.where(is_complete, -1, kept),
+            )
+        return self._compress[ratio]
+
+    def select_inputs(self, layer: int, ratio: int) -> SelectInputs:
+        """Entries up to each row's position."""
+        if ratio not in self._selects:
+            visible = torch.where(self._is_real, (self._positions + 1) // ratio, 0)
+            self._selects[ratio] = SelectInputs(
+                visible,
+                max(self._room.num_tokens // ratio, 1),
+                self._numbers,
+                self._room.block_tables,
+                KV_BLOCK_SIZE // ratio,
+            )
+        return self._selects[ratio]
+
+    def _where_real(self, rows: Tensor) -> Tensor:
+        return torch.where(self._is_real, rows, -1)

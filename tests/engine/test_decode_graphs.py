@@ -1,0 +1,97 @@
+"""Decode steps that run in rooms: the same bits as any other step, whatever else a room has space for.
+
+On a CPU they are run as a room's first step is, which is what a GPU captures; ``test_gpu_exactness.py`` replays.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from engine import Request, SamplingParams
+from engine.decode_graphs import MAX_ROWS, DecodeGraphs, room_rows, room_tokens
+from engine.llm_engine import LLMEngine
+from tests.engine.engine_harness import build_engine, digests, run, undisturbed
+
+DATA = Path(__file__).parents[1] / "data"
+MODELS = {
+    "tiny": DATA / "tiny",
+    "tiny-quant": DATA / "tiny-quant",
+    "bard": Path(__file__).parents[2] / "examples" / "bard" / "model",
+}
+
+
+def with_rooms(engine: LLMEngine) -> DecodeGraphs:
+    """Have an engine run decode steps as a GPU's does."""
+    runner = engine.runner
+    rooms = DecodeGraphs(runner.model, runner.cache, runner.shape, runner._tables, runner.device)
+    runner.decode_graphs = rooms
+    return rooms
+
+
+def requests(rng: random.Random, num_rows: int) -> list[Request]:
+    """Prompts of one to some three hundred tokens, a few of which begin alike; answers of 2 to 40."""
+    shared = [rng.randrange(10, 256) for _ in range(130)]
+    found = []
+    for index in range(num_rows):
+        ids = shared[: rng.choice((0, 64, 130))] + [
+            rng.randrange(10, 256) for _ in range(rng.randint(1, 180))
+        ]
+        sampling = SamplingParams(
+            temperature=rng.choice((0.0, 0.8)), max_tokens=rng.randint(2, 40), ignore_eos=True
+        )
+        found.append(Request(request_id=f"row {index}", prompt_token_ids=ids, sampling=sampling))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["exact", "bounded", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_row_decoded_in_a_room_has_the_bits_of_one_that_is_packed(model: str, mode: str) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rows = requests(random.Random(seed), 7)
+    settings = {"decoder_prefill": mode, "num_kv_blocks": 40, "max_num_batched_tokens": 64}
+    packed, in_rooms = build_engine(MODELS[model], **settings), build_engine(MODELS[model], **settings)
+    rooms = with_rooms(in_rooms)
+    assert digests(run(in_rooms, rows, per_step=2)) == digests(run(packed, rows, per_step=2))
+    assert rooms.num_steps > 10, "no decode step ran in a room"
+
+
+def test_preempted_and_resumed_rows_decode_in_rooms_with_the_bits_that_they_have_alone() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rows = requests(random.Random(seed), 12)
+    alone = undisturbed(MODELS["tiny-quant"], rows)
+    engine = build_engine(MODELS["tiny-quant"], num_kv_blocks=12, max_num_batched_tokens=48)
+    rooms = with_rooms(engine)
+    assert digests(run(engine, rows, per_step=3)) == alone
+    assert rooms.num_steps > 10
+    assert engine.stats().num_preemptions > 0
+
+
+def test_only_steps_of_sampled_single_rows_run_in_rooms() -> None:
+    engine = build_engine(MODELS["tiny"], max_num_batched_tokens=8)
+    rooms = with_rooms(engine)
+    engine.add_request(Request(request_id="row", prompt_token_ids=list(range(10, 27)), sampling=SamplingParams(
+        temperature=0.0, max_tokens=4, ignore_eos=True
+    )))  # fmt: skip
+    counts = []
+    while engine.has_unfinished():
+        engine.step()
+        counts.append(rooms.num_steps)
+    # Chunks of 8 and 8 tokens, the one that is left (a row of a prompt, and sampled), three of decode.
+    assert counts == [0, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("num_rows", [1, 31, 32, 33, 128, 129, 300, MAX_ROWS])
+def test_rooms_have_space_and_few_sizes(num_rows: int) -> None:
+    assert num_rows <= room_rows(num_rows) < num_rows + 128
+    assert room_rows(num_rows) % 32 == 0
+    assert len({room_rows(n) for n in range(1, MAX_ROWS + 1)}) <= 8
+
+
+@pytest.mark.parametrize("num_tokens", [1, 1024, 1025, 2**20])
+def test_a_context_fits_its_room(num_tokens: int) -> None:
+    assert num_tokens <= room_tokens(num_tokens) <= max(1024, 2 * num_tokens)
