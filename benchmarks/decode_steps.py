@@ -1,7 +1,7 @@
 """What do CUDA graphs save? Decode steps of one engine, replayed and launched one by one, in turns.
 
-Rows have prompts of one length and answers of as many tokens as steps are measured. Both ways give the same
-digests, or nothing is printed but that. What a rank's graphs take of its device is told beside them.
+Rows have prompts and answers of one length. Steps in which all rows decode count; both ways have to give the
+same digests. What the graphs take of the device is told beside them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from engine import EngineConfig, Request, SamplingParams
 from engine.llm_engine import LLMEngine
 
 
+def num_tokens(num_rows: int, args: argparse.Namespace) -> int:
+    """Of each row's answer: rows begin to decode while others are still prefilled."""
+    return int(args.steps) + 2 + num_rows * args.prompt_tokens // max(args.chunk - num_rows, 1)
+
+
 def build_engine(args: argparse.Namespace) -> LLMEngine:
     """With room for the most rows."""
     return LLMEngine.build(
@@ -30,7 +35,7 @@ def build_engine(args: argparse.Namespace) -> LLMEngine:
             device="cuda",
             kernel_impl="triton",
             activation_quantisation=args.activations,
-            max_model_len=args.prompt_tokens + args.steps + 8,
+            max_model_len=args.prompt_tokens + num_tokens(max(args.rows), args) + 1,
             max_num_seqs=max(args.rows),
             max_num_batched_tokens=args.chunk,
             enable_prefix_caching=False,
@@ -41,7 +46,7 @@ def build_engine(args: argparse.Namespace) -> LLMEngine:
 def step_times(engine: LLMEngine, num_rows: int, args: argparse.Namespace) -> tuple[list[float], list[str]]:
     """(milliseconds of each step in which all rows decode, the rows' digests)."""
     rng = random.Random(num_rows)
-    sampling = SamplingParams(temperature=0.0, max_tokens=args.steps, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens(num_rows, args), ignore_eos=True)
     for index in range(num_rows):
         prompt = [rng.randrange(10, engine.runner.model_config.vocab_size) for _ in range(args.prompt_tokens)]
         engine.add_request(
@@ -95,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="a model folder; make_checkpoint writes large ones")
     parser.add_argument("--rows", type=positives, default=[1, 16, 64, 256])
     parser.add_argument("--prompt-tokens", type=positive, default=1024)
-    parser.add_argument("--steps", type=positive, default=24)
+    parser.add_argument("--steps", type=positive, default=24, help="with all rows in them, at least")
     parser.add_argument("--repeats", type=positive, default=2)
     parser.add_argument("--chunk", type=positive, default=4096, help="rows a prefill step")
     parser.add_argument("--activations", default="row", choices=["release", "row", "none"])
@@ -110,10 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result = measure(engine, num_rows, args)
         torch.cuda.empty_cache()
         result["graphs_mib"] = round((free - torch.cuda.mem_get_info()[0]) / 2**20, 1)
+        found = "equal" if result["same_digests"] else "DIFFERENT"
         print(
-            f"{num_rows:4} rows: replayed {result['replayed_ms']} ms = {result['replayed_tokens_per_s']} tok/s, "
-            f"launched {result['launched_ms']} ms ({result['ratio']} times as long), "
-            f"{result['graphs_mib']} MiB; digests {'equal' if result['same_digests'] else 'DIFFERENT'}",
+            f"{num_rows} rows: replayed {result['replayed_ms']} ms, {result['replayed_tokens_per_s']} tok/s; "
+            f"launched {result['launched_ms']} ms, {result['ratio']} times as long; "
+            f"graphs took {result['graphs_mib']} MiB; digests {found}",
             flush=True,
         )
         results.append(result)

@@ -7,7 +7,6 @@ are needed. Owns tables and which rows n-grams are; must not know what the rows 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +24,7 @@ from engine.errors import ConfigError
 from engine.layers.ngrams import NgramTables, ngram_classes
 from engine.layers.ops import Ops
 from engine.loader import WeightReader
+from engine.locked_memory import lock_pages
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from engine.node_memory import share_bytes
 from engine.staged_rows import RowReader, StagedTable
@@ -274,7 +274,7 @@ def _share_on_node(
         for part in parts:
             reader.pass_over(*part)
     if reader.device.type == "cuda":
-        _lock_pages(memory)
+        lock_pages(memory, "engine.engram is host")
     found = iter(views(memory))
     return [[next(found) for _ in table] for table in tables]
 
@@ -284,15 +284,3 @@ def _identity(stored: Sequence[StoredTensor]) -> str:
     facts = [(os.stat(tensor.path), tensor.offset, tensor.num_bytes) for tensor in stored]
     named = [(f.st_dev, f.st_ino, f.st_size, f.st_mtime_ns, *place) for f, *place in facts]
     return blake2b(repr(named).encode(), digest_size=12).hexdigest()
-
-
-def _lock_pages(memory: np.ndarray) -> None:
-    """Let the device read host memory where it is, as long as somebody holds it."""
-    address, runtime = memory.ctypes.data, torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
-    if code:
-        raise ConfigError(
-            f"engine.engram is host, but {memory.nbytes} bytes of host memory cannot be page-locked "
-            f"(CUDA error {code})"
-        )
-    weakref.finalize(memory, runtime.cudaHostUnregister, address)

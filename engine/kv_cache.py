@@ -6,15 +6,20 @@ bytes are the model page's section 14; without cache quantisation they are the e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.batch import upload
 from engine.block_manager import Move
 from engine.config import KV_BLOCK_SIZE
+from engine.locked_memory import locked_zeros
 from engine.models.deepseek_v41_config import DeepseekV41Config
+from kernels.cache_store import copy_rows_reference
 from kernels.number_formats import ENTRY_BLOCK, SCALE_BLOCK
 
 
@@ -70,16 +75,22 @@ class CacheLayout:
 
 
 class _Memory:
-    """Blocks and state slots on one device."""
+    """Blocks and state slots in one place; ``allocate`` gives zeros there, of a shape and a dtype."""
 
-    def __init__(self, layout: CacheLayout, num_blocks: int, num_states: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_blocks: int,
+        num_states: int,
+        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    ) -> None:
         config = layout.config
         self.entries: dict[int, Tensor] = {}
         self.index_keys: dict[int, Tensor] = {}
         self.open_groups: dict[int, Tensor] = {}
 
         def zeros(*shape: int, dtype: torch.dtype = layout.storage_dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return allocate(shape, dtype)
 
         for source in config.kv_source_layer_ids:
             ratio = config.compress_ratios[source]
@@ -119,6 +130,9 @@ class KVCache:
     By KV source: ``entries`` [num_slots, entry_width], ``index_keys`` [num_slots, index_key_width],
     ``open_groups`` [num_states * (ratio - 1), 2, head_dim] fp32. By layer: ``windows``
     [num_states * window, window_width], position p of a state's sequence in row p modulo the window.
+
+    ``copy_rows`` (the op's signature) moves bytes; host memory of a GPU's cache is page-locked, so that the
+    device copies in its order of work and the host does not wait.
     """
 
     def __init__(
@@ -130,10 +144,21 @@ class KVCache:
         num_host_blocks: int,
         num_host_states: int,
         device: torch.device,
+        copy_rows: Callable[..., None] = copy_rows_reference,
     ) -> None:
+        def on_device(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def on_host(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return locked_zeros(shape, dtype, "engine.host_memory_bytes is not 0")
+
         self.layout = layout
-        device_memory = _Memory(layout, num_blocks, num_states, device)
-        host_memory = _Memory(layout, num_host_blocks, num_host_states, torch.device("cpu"))
+        self._device = device
+        self._copy_rows = copy_rows
+        device_memory = _Memory(layout, num_blocks, num_states, on_device)
+        host_memory = _Memory(
+            layout, num_host_blocks, num_host_states, on_host if device.type == "cuda" else on_device
+        )
         self._memory = {"device": device_memory, "host": host_memory}
         self._views = {("block", place): memory.block_views() for place, memory in self._memory.items()} | {
             ("state", place): memory.state_views() for place, memory in self._memory.items()
@@ -147,9 +172,8 @@ class KVCache:
     def apply(self, moves: list[Move]) -> None:
         """Carry out moves in order; a run of one kind and direction travels together."""
         for (kind, source_place, target_place), run in groupby(moves, key=_direction):
-            pairs = [(move.source, move.target) for move in run]
-            sources = torch.tensor([source for source, _ in pairs])
-            targets = torch.tensor([target for _, target in pairs])
+            pairs = np.array([(move.source, move.target) for move in run], dtype=np.int64)
+            sources, targets = upload(pairs.T, self._device)
             views = zip(self._views[kind, source_place], self._views[kind, target_place], strict=True)
             for source, target in views:
-                target[targets.to(target.device)] = source[sources.to(source.device)].to(target.device)
+                self._copy_rows(source, target, sources, targets)

@@ -106,6 +106,7 @@ class ModelRunner:
             num_host_blocks=self.resolved.num_host_kv_blocks,
             num_host_states=self.resolved.num_host_states,
             device=self.device,
+            copy_rows=build_ops(chosen.kernel_impl).copy_rows,
         )
         self.decode_graphs: DecodeGraphs | None = None
         if self.resolved.cuda_graphs:

@@ -213,14 +213,15 @@ def cache_store_kernel(
 
 @triton.jit
 def copy_rows_kernel(
-    source_ptr, target_ptr, sources_ptr, targets_ptr, NUM_WORDS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program, as words of whatever size divides a row; none where the target is below 0."""
+    source_ptr, target_ptr, sources_ptr, targets_ptr,
+    NUM_WORDS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A span of one row a program, as words of whatever size divides a row; none for a target below 0."""
     n = tl.program_id(0)
     source = tl.load(sources_ptr + n).to(tl.int64)
     target = tl.load(targets_ptr + n).to(tl.int64)
     num_copied = tl.where(target >= 0, NUM_WORDS, 0)
-    for start in tl.range(0, NUM_WORDS, BLOCK):
-        word = start + tl.arange(0, BLOCK)
+    for start in tl.range(0, SPAN, BLOCK):
+        word = tl.program_id(1) * SPAN + start + tl.arange(0, BLOCK)
         words = tl.load(source_ptr + source * NUM_WORDS + word, mask=word < num_copied, other=0)
         tl.store(target_ptr + target * NUM_WORDS + word, words, mask=word < num_copied)

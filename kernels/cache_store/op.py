@@ -147,31 +147,35 @@ def store_index_keys(
 
 
 def copy_rows(source: Tensor, target: Tensor, source_rows: Tensor, target_rows: Tensor) -> None:
-    """``target[target_rows] = source[source_rows]`` in one launch: rings and open groups at a step's end.
+    """``target[target_rows] = source[source_rows]`` in one launch: rings, open groups, blocks that move.
 
     Args:
-        source, target: [n, ...] and [m, ...], contiguous, of one dtype and row shape.
+        source, target: [n, ...] and [m, ...], contiguous, of one dtype and row shape; on the device of
+            ``source_rows``, or page-locked in host memory.
         source_rows, target_rows: [num_copies] int32 or int64; no two targets are equal, -1 = do not copy.
 
     Raises:
         ValueError: an argument is not as described.
     """
-    expect_tensor("source", source, (None, *source.shape[1:]), (source.dtype,))
-    expect_tensor("target", target, (None, *source.shape[1:]), (source.dtype,), like=source)
-    expect_tensor("source_rows", source_rows, (None,), INDICES, like=source)
-    expect_tensor("target_rows", target_rows, source_rows.shape, INDICES, like=source)
+    expect_tensor("source_rows", source_rows, (None,), INDICES)
+    expect_tensor("target_rows", target_rows, source_rows.shape, INDICES, like=source_rows)
+    for name, x in (("source", source), ("target", target)):
+        expect_tensor(name, x, (None, *source.shape[1:]), (source.dtype,))
+        if x.device != source_rows.device and not x.is_pinned():
+            raise ValueError(
+                f"{name}: expected device {source_rows.device} or page-locked host memory, got {x.device}"
+            )
     num_bytes = source[:1].numel() * source.element_size()
     if source_rows.shape[0] == 0 or num_bytes == 0:
         return
     word = next(
         w for w in (torch.int64, torch.int32, torch.int16, torch.uint8) if num_bytes % w.itemsize == 0
     )
-    if num_bytes // word.itemsize * source.shape[0] == 0:
-        return
     num_words = num_bytes // word.itemsize
-    copy_rows_kernel[(source_rows.shape[0],)](
+    block = min(512, triton.next_power_of_2(num_words))
+    copy_rows_kernel[(source_rows.shape[0], triton.cdiv(num_words, 4 * block))](
         source.flatten().view(word), target.flatten().view(word), source_rows, target_rows,
-        NUM_WORDS=num_words, BLOCK=min(512, triton.next_power_of_2(num_words)), num_warps=4,
+        NUM_WORDS=num_words, SPAN=4 * block, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 

@@ -64,8 +64,9 @@ def store_index_keys_reference(
 
 
 def copy_rows_reference(source: Tensor, target: Tensor, source_rows: Tensor, target_rows: Tensor) -> None:
-    """The op's signature; writes ``target`` in place."""
-    _write(target, target_rows, source[source_rows.long()])
+    """The op's signature; writes ``target`` in place, on whichever device it is."""
+    rows = source[source_rows.to(source.device).long()]
+    _write(target, target_rows.to(target.device), rows.to(target.device))
 
 
 def _write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:

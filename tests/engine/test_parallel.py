@@ -55,7 +55,11 @@ def build_requests(seed: int, count: int, *, max_tokens: int = 2) -> list[Reques
                 for _ in range(120 if seed == index == 0 else draw.choice([1, 9, 40, 75]))
             ],
             sampling=SamplingParams(
-                temperature=index % 2, max_tokens=max_tokens, n=1 + index % 3 // 2, ignore_eos=True, logprobs=1
+                temperature=index % 2,
+                max_tokens=max_tokens,
+                n=1 + index % 3 // 2,
+                ignore_eos=True,
+                logprobs=1,
             ),
         )
         for index in range(count)
