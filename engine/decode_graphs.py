@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import KV_BLOCK_SIZE
 from engine.decode_inputs import DecodeInputs, DecodeRows, is_decode
+from engine.decode_rooms import MAX_GRAPHS, MAX_ROWS, room_rows, room_tokens
 from engine.engram_tables import TableRows
 from engine.kv_cache import KVCache
 from engine.layer_rows import ModelShape
@@ -26,25 +26,6 @@ from engine.layers.ngrams import NgramTables, ngram_classes
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.parallel import ExpertGroup
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
-
-MAX_ROWS = 512
-"""With more rows the device takes longer for a step than the host."""
-
-MAX_GRAPHS = 48
-"""What a graph takes of the device is its launches' arguments: some megabytes."""
-
-_LEAST_TOKENS = 16 * KV_BLOCK_SIZE
-
-
-def room_rows(num_rows: int) -> int:
-    """Rows of the smallest room for so many: few sizes, so that few graphs serve a job."""
-    unit = 32 if num_rows <= 128 else 128
-    return -(-num_rows // unit) * unit
-
-
-def room_tokens(num_tokens: int) -> int:
-    """Tokens of the smallest room for a context of so many: a power of two."""
-    return max(_LEAST_TOKENS, 1 << (num_tokens - 1).bit_length())
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from engine.config import (
     resolve_block_counts,
     resolve_max_model_len,
 )
+from engine.decode_rooms import GRAPH_BYTES_A_LAYER, MAX_GRAPHS, MAX_ROWS, room_rows
 from engine.errors import ConfigError
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
 
@@ -38,8 +39,9 @@ class MemoryEstimate:
     """Bytes on one rank's device. ``num_checkpoint_bytes`` are the text model's on disk.
 
     ``num_weight_bytes`` are those as loaded but for the n-gram tables, ``num_scratch_bytes`` a step's
-    activations, about. ``engram`` is where the tables lie, ``engram_reason`` why: if on the "gpu", they take
-    ``num_table_bytes`` of it, else ``num_staging_bytes``, for a step's rows.
+    activations, about, ``num_graph_bytes`` what captured decode steps keep. ``engram`` is where the tables
+    lie, ``engram_reason`` why: if on the "gpu", they take ``num_table_bytes`` of it, else
+    ``num_staging_bytes``, for a step's rows.
     ``num_bytes_per_block`` holds 64 tokens, ``num_state_bytes`` the states of ``max_num_seqs`` rows.
     """
 
@@ -48,6 +50,7 @@ class MemoryEstimate:
     num_checkpoint_bytes: int
     num_weight_bytes: int
     num_scratch_bytes: int
+    num_graph_bytes: int
     num_state_bytes: int
     num_bytes_per_block: int
     engram: TablePlace
@@ -64,7 +67,8 @@ class MemoryEstimate:
     def num_fixed_bytes(self) -> int:
         """All but the KV blocks."""
         tables = self.num_table_bytes if self.engram == "gpu" else self.num_staging_bytes
-        return self.num_weight_bytes + tables + self.num_scratch_bytes + self.num_state_bytes
+        steps = self.num_scratch_bytes + self.num_graph_bytes
+        return self.num_weight_bytes + tables + steps + self.num_state_bytes
 
     @property
     def num_least_bytes(self) -> int:
@@ -80,8 +84,9 @@ class MemoryEstimate:
             f"memory of a rank: weights {_gib(self.num_weight_bytes)} in {self.dtype} "
             f"({_gib(self.num_checkpoint_bytes)} on disk with tables),"
             f"{tables if self.num_table_bytes else ''} states {_gib(self.num_state_bytes)}, "
-            f"a step {_gib(self.num_scratch_bytes)}, KV{blocks} {self.num_bytes_per_block} bytes for "
-            f"{KV_BLOCK_SIZE} tokens; at least {_gib(self.num_least_bytes)}"
+            f"a step {_gib(self.num_scratch_bytes)}, graphs {_gib(self.num_graph_bytes)}, "
+            f"KV{blocks} {self.num_bytes_per_block} bytes for {KV_BLOCK_SIZE} tokens; "
+            f"at least {_gib(self.num_least_bytes)}"
         )
 
     def num_kv_blocks(self, config: EngineConfig, device_bytes: int) -> int:
@@ -127,10 +132,17 @@ def estimate_memory(
         )
         return found // num_expert_ranks if _EXPERT.search(tensor.name) else found
 
+    def scratch(num_rows: int) -> int:
+        return _step_scratch_bytes(
+            model, config, num_rows, num_expert_ranks=num_expert_ranks, item_bytes=_ITEM_BYTES[dtype]
+        )
+
     if model.n_routed_experts % num_expert_ranks:
         raise ConfigError(
             f"{model.n_routed_experts} experts cannot be split evenly among {num_expert_ranks} ranks"
         )
+    most_decode_rows = room_rows(min(config.max_num_seqs, config.max_num_batched_tokens, MAX_ROWS))
+    graphs = scratch(most_decode_rows) + MAX_GRAPHS * model.num_hidden_layers * GRAPH_BYTES_A_LAYER
     block_bytes, state_bytes = _cache_bytes(model, config, _ITEM_BYTES[dtype])
     tables = [tensor for tensor in tensors if tensor.name.endswith(_TABLES)]
     found = MemoryEstimate(
@@ -138,9 +150,8 @@ def estimate_memory(
         max_model_len=resolve_max_model_len(config, model_max_len=model.max_position_embeddings),
         num_checkpoint_bytes=sum(tensor.num_bytes for tensor in tensors),
         num_weight_bytes=sum(map(loaded_bytes, tensors)),
-        num_scratch_bytes=_step_scratch_bytes(
-            model, config, num_expert_ranks=num_expert_ranks, item_bytes=_ITEM_BYTES[dtype]
-        ),
+        num_scratch_bytes=scratch(config.max_num_batched_tokens),
+        num_graph_bytes=graphs if config.cuda_graphs and on_gpu and has_kernels else 0,
         num_state_bytes=config.max_num_seqs * state_bytes,
         num_bytes_per_block=block_bytes,
         engram="gpu",
@@ -190,13 +201,13 @@ def count_experts(model_folder: str) -> int:
 
 
 def _step_scratch_bytes(
-    model: DeepseekV41Config, config: EngineConfig, *, num_expert_ranks: int, item_bytes: int
+    model: DeepseekV41Config, config: EngineConfig, num_rows: int, *, num_expert_ranks: int, item_bytes: int
 ) -> int:
-    """What a step takes beside weights and caches: it follows from the batch, not from the context.
+    """What a step of so many rows takes beside weights and caches; the context's length does not matter.
 
     The most of what the three large sublayers hold at once beside the residual streams, as kernels run them.
     """
-    num_rows, k, hidden = config.max_num_batched_tokens, model.hc_mult, model.hidden_size
+    k, hidden = model.hc_mult, model.hidden_size
     heads = model.num_attention_heads * model.head_dim
     selected = 12 * model.index_topk + 8 * model.candidate_topk_blocks
     # Queries, rotated ones, what they attend to, and which entries.

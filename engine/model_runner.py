@@ -250,7 +250,7 @@ class ModelRunner:
         """Bytes for KV blocks: on a GPU what weights, rings and a step's scratch leave of the allowance."""
         if self.device.type == "cpu":
             return CPU_CACHE_BYTES
-        scratch = self._plan.num_scratch_bytes
+        scratch = self._plan.num_scratch_bytes + self._plan.num_graph_bytes
         if self._plan.engram == "host":
             scratch += self._plan.num_staging_bytes  # rows from files have their place already
         if self.group is not None and self.group.peers is not None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine import Request, SamplingParams
-from engine.decode_graphs import MAX_ROWS, DecodeGraphs, room_rows, room_tokens
+from engine.decode_graphs import DecodeGraphs
+from engine.decode_rooms import MAX_ROWS, room_rows, room_tokens
 from engine.llm_engine import LLMEngine
 from tests.engine.engine_harness import build_engine, digests, run, undisturbed
 
