@@ -1,4 +1,4 @@
-"""How large the rooms are in which decode steps run, and what graphs of them may take. Numbers only."""
+"""How large the rooms of decode steps are, and what they and their graphs may take. Numbers only."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ def room_rows(num_rows: int) -> int:
 def room_tokens(num_tokens: int) -> int:
     """Tokens of the smallest room for a context of so many: a power of two."""
     return max(_LEAST_TOKENS, 1 << (num_tokens - 1).bit_length())
+
+
+def room_bytes(max_rows: int, max_tokens: int) -> int:
+    """Block tables of all rooms that steps of so many rows, in contexts up to so many tokens, can need."""
+    rows = sum({room_rows(num_rows) for num_rows in range(1, max_rows + 1)})
+    # Each size of a context is half of the next one.
+    return rows * 2 * (room_tokens(max_tokens) // KV_BLOCK_SIZE) * 8

@@ -20,7 +20,7 @@ from engine.config import (
     resolve_block_counts,
     resolve_max_model_len,
 )
-from engine.decode_rooms import GRAPH_BYTES_A_LAYER, MAX_GRAPHS, MAX_ROWS, room_rows
+from engine.decode_rooms import GRAPH_BYTES_A_LAYER, MAX_GRAPHS, MAX_ROWS, room_bytes, room_rows
 from engine.errors import ConfigError
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
 
@@ -141,13 +141,15 @@ def estimate_memory(
         raise ConfigError(
             f"{model.n_routed_experts} experts cannot be split evenly among {num_expert_ranks} ranks"
         )
-    most_decode_rows = room_rows(min(config.max_num_seqs, config.max_num_batched_tokens, MAX_ROWS))
-    graphs = scratch(most_decode_rows) + MAX_GRAPHS * model.num_hidden_layers * GRAPH_BYTES_A_LAYER
+    max_model_len = resolve_max_model_len(config, model_max_len=model.max_position_embeddings)
+    most_decode_rows = min(config.max_num_seqs, config.max_num_batched_tokens, MAX_ROWS)
+    graphs = scratch(room_rows(most_decode_rows)) + room_bytes(most_decode_rows, max_model_len)
+    graphs += MAX_GRAPHS * model.num_hidden_layers * GRAPH_BYTES_A_LAYER
     block_bytes, state_bytes = _cache_bytes(model, config, _ITEM_BYTES[dtype])
     tables = [tensor for tensor in tensors if tensor.name.endswith(_TABLES)]
     found = MemoryEstimate(
         dtype=dtype,
-        max_model_len=resolve_max_model_len(config, model_max_len=model.max_position_embeddings),
+        max_model_len=max_model_len,
         num_checkpoint_bytes=sum(tensor.num_bytes for tensor in tensors),
         num_weight_bytes=sum(map(loaded_bytes, tensors)),
         num_scratch_bytes=scratch(config.max_num_batched_tokens),
