@@ -33,7 +33,14 @@ def test_help_says_how_it_is_called(name: str, capsys: pytest.CaptureFixture[str
 @WITHOUT_GPU
 @pytest.mark.parametrize(
     "words",
-    [["engram"], ["engram_rows"], ["peer_rows"], ["exactness_cost", "--kernels"], ["step"]],
+    [
+        ["decode_steps", "--model", "none"],
+        ["engram"],
+        ["engram_rows"],
+        ["peer_rows"],
+        ["exactness_cost", "--kernels"],
+        ["step"],
+    ],
     ids=lambda words: words[0],
 )
 def test_what_needs_a_gpu_ends_at_once_without_one(
