@@ -33,16 +33,15 @@ def with_rooms(engine: LLMEngine) -> DecodeGraphs:
 
 
 def requests(rng: random.Random, num_rows: int) -> list[Request]:
-    """Prompts of one to some three hundred tokens, a few of which begin alike; answers of 2 to 40."""
+    """Prompts of one to some three hundred tokens, a few of which begin alike; answers of 2 to 24, the last of 24."""
     shared = [rng.randrange(10, 256) for _ in range(130)]
     found = []
     for index in range(num_rows):
         ids = shared[: rng.choice((0, 64, 130))] + [
             rng.randrange(10, 256) for _ in range(rng.randint(1, 180))
         ]
-        sampling = SamplingParams(
-            temperature=rng.choice((0.0, 0.8)), max_tokens=rng.randint(2, 40), ignore_eos=True
-        )
+        max_tokens = 24 if index == num_rows - 1 else rng.randint(2, 24)
+        sampling = SamplingParams(temperature=rng.choice((0.0, 0.8)), max_tokens=max_tokens, ignore_eos=True)
         found.append(Request(request_id=f"row {index}", prompt_token_ids=ids, sampling=sampling))
     return found
 
@@ -52,7 +51,7 @@ def requests(rng: random.Random, num_rows: int) -> list[Request]:
 def test_a_row_decoded_in_a_room_has_the_bits_of_one_that_is_packed(model: str, mode: str) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    rows = requests(random.Random(seed), 7)
+    rows = requests(random.Random(seed), 5)
     settings = {"decoder_prefill": mode, "num_kv_blocks": 40, "max_num_batched_tokens": 64}
     packed, in_rooms = build_engine(MODELS[model], **settings), build_engine(MODELS[model], **settings)
     rooms = with_rooms(in_rooms)
@@ -60,14 +59,27 @@ def test_a_row_decoded_in_a_room_has_the_bits_of_one_that_is_packed(model: str, 
     assert rooms.num_steps > 10, "no decode step ran in a room"
 
 
-def test_preempted_and_resumed_rows_decode_in_rooms_with_the_bits_that_they_have_alone() -> None:
+@pytest.mark.parametrize("preemption", ["offload", "recompute"])
+def test_preempted_and_resumed_rows_decode_in_rooms_with_the_bits_that_they_have_alone(
+    preemption: str,
+) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    rows = requests(random.Random(seed), 12)
+    rng = random.Random(seed)
+    sampling = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True)
+    # A block each at first, and two later: more than there are.
+    rows = [
+        Request(
+            request_id=f"row {i}",
+            prompt_token_ids=[rng.randrange(10, 256) for _ in range(50)],
+            sampling=sampling,
+        )
+        for i in range(6)
+    ]
     alone = undisturbed(MODELS["tiny-quant"], rows)
-    engine = build_engine(MODELS["tiny-quant"], num_kv_blocks=12, max_num_batched_tokens=48)
+    engine = build_engine(MODELS["tiny-quant"], num_kv_blocks=8, preemption=preemption)
     rooms = with_rooms(engine)
-    assert digests(run(engine, rows, per_step=3)) == alone
+    assert digests(run(engine, rows)) == alone
     assert rooms.num_steps > 10
     assert engine.stats().num_preemptions > 0
 
