@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.batch import padded
 from engine.decode_inputs import DecodeInputs, DecodeRows, is_decode
 from engine.decode_rooms import MAX_GRAPHS, MAX_ROWS, room_rows, room_tokens
 from engine.engram_tables import TableRows
@@ -47,7 +48,10 @@ class _Room:
 
 
 class DecodeGraphs:
-    """Runs decode steps. On a CPU, or with ``captures`` off, each is run as its room's first one is."""
+    """Runs decode steps. On a CPU, or with ``captures`` off, each is run as its room's first one is.
+
+    ``max_num_rows``: of a step of any kind.
+    """
 
     def __init__(
         self,
@@ -57,11 +61,13 @@ class DecodeGraphs:
         ngrams: NgramTables | None,
         device: torch.device,
         *,
+        max_num_rows: int,
         group: ExpertGroup | None = None,
         captures: bool = True,
     ) -> None:
         self._model, self._cache, self._shape, self._ngrams = model, cache, shape, ngrams
         self._device, self._group = device, group
+        self._most_rows = padded(max_num_rows)
         # NCCL has its own mind about being captured; ranks that share memory only launch kernels.
         is_alone = group is None or group.peers is not None
         self._captures = captures and is_alone and device.type == "cuda"
@@ -77,7 +83,7 @@ class DecodeGraphs:
     def run(self, batch: ScheduledBatch) -> Tensor:
         """fp32 logits [num_chunks, vocab]: as of ``DeepseekV41Model.forward``. The group steps together."""
         chunks = batch.chunks
-        size = room_rows(len(chunks)), room_tokens(max(chunk.end for chunk in chunks))
+        size = room_rows(len(chunks), self._most_rows), room_tokens(max(chunk.end for chunk in chunks))
         room = self._rooms.get(size)
         if room is None:
             room = self._rooms[size] = _Room(DecodeRows(*size, self._device))

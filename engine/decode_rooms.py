@@ -16,10 +16,13 @@ GRAPH_BYTES_A_LAYER = 1 << 19
 _LEAST_TOKENS = 16 * KV_BLOCK_SIZE
 
 
-def room_rows(num_rows: int) -> int:
-    """Rows of the smallest room for so many: few sizes, so that few graphs serve a job."""
+def room_rows(num_rows: int, most: int) -> int:
+    """Rows of the smallest room for so many: few sizes, so that few graphs serve a job.
+
+    ``most``: of a step of any kind, padding included. Whatever is sized by a step holds no more.
+    """
     unit = 32 if num_rows <= 128 else 128
-    return -(-num_rows // unit) * unit
+    return min(-(-num_rows // unit) * unit, most)
 
 
 def room_tokens(num_tokens: int) -> int:
@@ -29,6 +32,6 @@ def room_tokens(num_tokens: int) -> int:
 
 def room_bytes(max_rows: int, max_tokens: int) -> int:
     """Block tables of all rooms that steps of so many rows, in contexts up to so many tokens, can need."""
-    rows = sum({room_rows(num_rows) for num_rows in range(1, max_rows + 1)})
+    rows = sum({room_rows(num_rows, MAX_ROWS) for num_rows in range(1, max_rows + 1)})
     # Each size of a context is half of the next one.
     return rows * 2 * (room_tokens(max_tokens) // KV_BLOCK_SIZE) * 8

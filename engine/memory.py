@@ -143,7 +143,7 @@ def estimate_memory(
         )
     max_model_len = resolve_max_model_len(config, model_max_len=model.max_position_embeddings)
     most_decode_rows = min(config.max_num_seqs, config.max_num_batched_tokens, MAX_ROWS)
-    graphs = scratch(room_rows(most_decode_rows)) + room_bytes(most_decode_rows, max_model_len)
+    graphs = scratch(room_rows(most_decode_rows, MAX_ROWS)) + room_bytes(most_decode_rows, max_model_len)
     graphs += MAX_GRAPHS * model.num_hidden_layers * GRAPH_BYTES_A_LAYER
     block_bytes, state_bytes = _cache_bytes(model, config, _ITEM_BYTES[dtype])
     tables = [tensor for tensor in tensors if tensor.name.endswith(_TABLES)]

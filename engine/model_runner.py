@@ -111,7 +111,13 @@ class ModelRunner:
         self.decode_graphs: DecodeGraphs | None = None
         if self.resolved.cuda_graphs:
             self.decode_graphs = DecodeGraphs(
-                self.model, self.cache, self.shape, self._tables, self.device, group=self.group
+                self.model,
+                self.cache,
+                self.shape,
+                self._tables,
+                self.device,
+                max_num_rows=config.max_num_batched_tokens,
+                group=self.group,
             )
 
     def _plan_memory(self, config: EngineConfig) -> MemoryEstimate:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine import Request, SamplingParams
+from engine.batch import ROW_PADDING, padded
 from engine.decode_graphs import DecodeGraphs
 from engine.decode_rooms import MAX_ROWS, room_rows, room_tokens
 from engine.llm_engine import LLMEngine
@@ -27,7 +28,14 @@ MODELS = {
 def with_rooms(engine: LLMEngine) -> DecodeGraphs:
     """Have an engine run decode steps as a GPU's does."""
     runner = engine.runner
-    rooms = DecodeGraphs(runner.model, runner.cache, runner.shape, runner._tables, runner.device)
+    rooms = DecodeGraphs(
+        runner.model,
+        runner.cache,
+        runner.shape,
+        runner._tables,
+        runner.device,
+        max_num_rows=runner.resolved.max_num_batched_tokens,
+    )
     runner.decode_graphs = rooms
     return rooms
 
@@ -98,11 +106,25 @@ def test_only_steps_of_sampled_single_rows_run_in_rooms() -> None:
     assert counts == [0, 0, 1, 2, 3, 4]
 
 
+def test_a_room_is_no_larger_than_the_largest_step() -> None:
+    """Staging memory, and what ranks write into each other's memory, have room for that and no more."""
+    engine = build_engine(
+        MODELS["tiny"], max_num_seqs=140, max_num_batched_tokens=140, enable_prefix_caching=False
+    )
+    rooms = with_rooms(engine)
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    rows = [Request(request_id=f"row {i}", prompt_token_ids=[10 + i], sampling=sampling) for i in range(140)]
+    some = rows[::20]
+    assert digests(run(engine, rows)).items() >= undisturbed(MODELS["tiny"], some).items()
+    assert rooms.num_steps > 0
+
+
 @pytest.mark.parametrize("num_rows", [1, 31, 32, 33, 128, 129, 300, MAX_ROWS])
 def test_rooms_have_space_and_few_sizes(num_rows: int) -> None:
-    assert num_rows <= room_rows(num_rows) < num_rows + 128
-    assert room_rows(num_rows) % 32 == 0
-    assert len({room_rows(n) for n in range(1, MAX_ROWS + 1)}) <= 8
+    assert num_rows <= room_rows(num_rows, 8192) < num_rows + 128
+    assert num_rows <= room_rows(num_rows, padded(num_rows)) <= padded(num_rows)
+    assert room_rows(num_rows, padded(num_rows)) % ROW_PADDING == 0
+    assert len({room_rows(n, 8192) for n in range(1, MAX_ROWS + 1)}) <= 8
 
 
 @pytest.mark.parametrize("num_tokens", [1, 1024, 1025, 2**20])
