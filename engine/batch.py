@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.config import KV_BLOCK_SIZE
 from engine.layer_rows import LayerRows, ModelShape
-from engine.layers.ngrams import NgramTables, ngram_classes
+from engine.layers.ngrams import NgramTables, packed_ngram_classes
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from engine.step_inputs import CompressInputs, LayerInputs, RowSet, SelectInputs, WindowInputs
 
@@ -29,13 +29,16 @@ def padded(num_rows: int) -> int:
     return -(-num_rows // ROW_PADDING) * ROW_PADDING
 
 
+def outgoing(array: np.ndarray, device: torch.device | str) -> Tensor:
+    """A CPU tensor from which a ``non_blocking`` copy to the device does not hold up the host."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    # The driver copies pageable memory only once the device has done all that was asked of it before.
+    return tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
+
+
 def upload(array: np.ndarray, device: torch.device | str) -> Tensor:
     """A copy on the device, for which the host does not wait."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if torch.device(device).type == "cuda":
-        # The driver copies pageable memory only once the device has done all that was asked of it before.
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return outgoing(array, device).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +123,9 @@ class BatchInputs:
         """
         rows = self.layers[layer].rows
         assert self._tables is not None, "the model has no engram layer"
-        size = self._tables.multipliers.shape[1]
-        classes = np.full((rows.num_padded, size), self._tables.pad_class, dtype=np.int64)
-        for index, chunk in enumerate(self._chunks):
-            first, begin = int(rows.first[index]), int(rows.offset[index])
-            if first < chunk.end:
-                found = ngram_classes(self._tables, chunk.seq.token_ids, first, chunk.end)
-                classes[begin : begin + len(found)] = found
-        return classes
+        firsts = rows.first.tolist()
+        spans = [(c.seq.token_ids, first, c.end) for c, first in zip(self._chunks, firsts, strict=True)]
+        return packed_ngram_classes(self._tables, spans, rows.num_padded)
 
     def has_window_rows(self, layer: int) -> bool:
         """Whether any row's window KV at this layer is read later or now."""
@@ -206,7 +204,6 @@ class BatchInputs:
             positions[:num_rows] = np.arange(num_rows) - np.repeat(offset - first, counts)
             self._row_sets[key] = PackedRows(
                 num_rows,
-                num_padded,
                 self._upload(positions),
                 self._upload(chunks),
                 first,

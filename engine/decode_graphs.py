@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from engine.decode_rooms import MAX_GRAPHS, MAX_ROWS, room_rows, room_tokens
 from engine.engram_tables import TableRows
 from engine.kv_cache import KVCache
 from engine.layer_rows import ModelShape
-from engine.layers.ngrams import NgramTables, ngram_classes
+from engine.layers.ngrams import NgramTables, packed_ngram_classes
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.parallel import ExpertGroup
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
@@ -48,7 +47,7 @@ class _Room:
 
 
 class DecodeGraphs:
-    """Runs decode steps. On a CPU, or with ``captures`` off, each is run as its room's first one is.
+    """Runs decode steps. On a CPU each is run as its room's first one is.
 
     ``max_num_rows``: of a step of any kind.
     """
@@ -63,14 +62,13 @@ class DecodeGraphs:
         *,
         max_num_rows: int,
         group: ExpertGroup | None = None,
-        captures: bool = True,
     ) -> None:
         self._model, self._cache, self._shape, self._ngrams = model, cache, shape, ngrams
         self._device, self._group = device, group
         self._most_rows = padded(max_num_rows)
         # NCCL has its own mind about being captured; ranks that share memory only launch kernels.
         is_alone = group is None or group.peers is not None
-        self._captures = captures and is_alone and device.type == "cuda"
+        self._captures = is_alone and device.type == "cuda"
         self._rooms: dict[tuple[int, int], _Room] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         self.num_steps = 0
@@ -104,11 +102,8 @@ class DecodeGraphs:
         room.rows.load(chunks)
         if self._ngrams is None:
             return
-        classes = np.full(
-            (room.rows.num_rows, self._ngrams.multipliers.shape[1]), self._ngrams.pad_class, dtype=np.int64
-        )
-        for row, chunk in enumerate(chunks):
-            classes[row] = ngram_classes(self._ngrams, chunk.seq.token_ids, chunk.start, chunk.end)
+        spans = [(chunk.seq.token_ids, chunk.start, chunk.end) for chunk in chunks]
+        classes = packed_ngram_classes(self._ngrams, spans, room.rows.num_rows)
         for layer, rows in self._model.prefetch(lambda _: classes).items():
             looked_up = rows.looked_up()
             if layer in room.lookups:

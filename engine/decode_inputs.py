@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.batch import outgoing
 from engine.config import KV_BLOCK_SIZE
 from engine.layer_rows import ModelShape
 from engine.scheduled_batch import ScheduledChunk
@@ -54,8 +55,7 @@ class DecodeRows:
             facts[:, row] = chunk.seq.token_ids[chunk.start], chunk.start, chunk.seq.state_slot
             blocks = chunk.seq.block_table[: self._num_blocks]
             tables[row, : len(blocks)] = blocks
-        sent = torch.from_numpy(everything)
-        self._all.copy_(sent.pin_memory() if self._all.is_cuda else sent, non_blocking=True)
+        self._all.copy_(outgoing(everything, self._all.device), non_blocking=True)
 
     def _views(self, everything: _Array) -> tuple[_Array, _Array]:
         num_facts = 3 * self.num_rows
@@ -77,7 +77,7 @@ class DecodeInputs:
         self._is_real = self._slots >= 0
         self._states = self._slots.clamp(min=0)
         self._numbers = torch.arange(rows.num_rows, device=self.device)
-        same = RowSet(rows.num_rows, rows.num_rows, self._positions, self._numbers)
+        same = RowSet(rows.num_rows, self._positions, self._numbers)
         self.layers = [LayerInputs(same, same, None)] * shape.num_layers
         self._windows: WindowInputs | None = None
         self._compress: dict[int, CompressInputs] = {}

@@ -142,9 +142,6 @@ def estimate_memory(
             f"{model.n_routed_experts} experts cannot be split evenly among {num_expert_ranks} ranks"
         )
     max_model_len = resolve_max_model_len(config, model_max_len=model.max_position_embeddings)
-    most_decode_rows = min(config.max_num_seqs, config.max_num_batched_tokens, MAX_ROWS)
-    graphs = scratch(room_rows(most_decode_rows, MAX_ROWS)) + room_bytes(most_decode_rows, max_model_len)
-    graphs += MAX_GRAPHS * model.num_hidden_layers * GRAPH_BYTES_A_LAYER
     block_bytes, state_bytes = _cache_bytes(model, config, _ITEM_BYTES[dtype])
     tables = [tensor for tensor in tensors if tensor.name.endswith(_TABLES)]
     found = MemoryEstimate(
@@ -153,7 +150,7 @@ def estimate_memory(
         num_checkpoint_bytes=sum(tensor.num_bytes for tensor in tensors),
         num_weight_bytes=sum(map(loaded_bytes, tensors)),
         num_scratch_bytes=scratch(config.max_num_batched_tokens),
-        num_graph_bytes=graphs if config.cuda_graphs and on_gpu and has_kernels else 0,
+        num_graph_bytes=0,
         num_state_bytes=config.max_num_seqs * state_bytes,
         num_bytes_per_block=block_bytes,
         engram="gpu",
@@ -161,18 +158,34 @@ def estimate_memory(
         num_table_bytes=sum(tensor.num_bytes for tensor in tables),
         num_staging_bytes=0,
     )
-    if config.engram != "auto":
-        place, reason = config.engram, found.engram_reason
-    elif not on_gpu:
-        place, reason = "mmap", "a CPU reads them there"
-    elif allowed_bytes is None or found.num_least_bytes <= allowed_bytes:
-        place, reason = "gpu", "it has room"
-    elif has_kernels:
-        place, reason = "host", f"with them a rank needs {_gib(found.num_least_bytes)} of its device"
-    else:
-        place, reason = "mmap", "no room on the device, and only kernels read host memory"
+    if config.cuda_graphs and on_gpu and has_kernels:
+        most_rows = min(config.max_num_seqs, config.max_num_batched_tokens, MAX_ROWS)
+        launches = MAX_GRAPHS * model.num_hidden_layers * GRAPH_BYTES_A_LAYER
+        rooms = scratch(room_rows(most_rows, MAX_ROWS)) + room_bytes(most_rows, max_model_len)
+        found = replace(found, num_graph_bytes=rooms + launches)
+    place, reason = _place_of_tables(config, found, allowed_bytes, on_gpu=on_gpu, has_kernels=has_kernels)
     staging = staging_bytes(model, config, place, _ITEM_BYTES[dtype], tables) if on_gpu else 0
     return replace(found, engram=place, engram_reason=reason, num_staging_bytes=staging)
+
+
+def _place_of_tables(
+    config: EngineConfig,
+    on_device: MemoryEstimate,
+    allowed_bytes: int | None,
+    *,
+    on_gpu: bool,
+    has_kernels: bool,
+) -> tuple[TablePlace, str]:
+    """Where n-gram tables go, and why; ``on_device`` is the estimate with them there."""
+    if config.engram != "auto":
+        return config.engram, on_device.engram_reason
+    if not on_gpu:
+        return "mmap", "a CPU reads them there"
+    if allowed_bytes is None or on_device.num_least_bytes <= allowed_bytes:
+        return "gpu", "it has room"
+    if has_kernels:
+        return "host", f"with them a rank needs {_gib(on_device.num_least_bytes)} of its device"
+    return "mmap", "no room on the device, and only kernels read host memory"
 
 
 def staging_bytes(

@@ -32,7 +32,7 @@ from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import ModelShape
 from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import build_ngram_tables
-from engine.layers.ops import build_ops, resolve_kernel_impl
+from engine.layers.ops import Ops, build_ops, resolve_kernel_impl
 from engine.loader import WeightReader
 from engine.memory import MemoryEstimate, estimate_memory
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
@@ -93,7 +93,8 @@ class ModelRunner:
         self.group = _build_group(place, model_config)
         self._plan = self._plan_memory(config)
         self.engram_tables: EngramTables | None = None
-        self.model = self._load_model(config, chosen)
+        ops = build_ops(chosen.kernel_impl)
+        self.model = self._load_model(config, chosen, ops)
         if self.group is not None:
             self._connect(self.group, config, chosen)
         self.layout = CacheLayout(model_config, config.cache_quantisation == "release", chosen.torch_dtype)
@@ -106,7 +107,7 @@ class ModelRunner:
             num_host_blocks=self.resolved.num_host_kv_blocks,
             num_host_states=self.resolved.num_host_states,
             device=self.device,
-            copy_rows=build_ops(chosen.kernel_impl).copy_rows,
+            copy_rows=ops.copy_rows,
         )
         self.decode_graphs: DecodeGraphs | None = None
         if self.resolved.cuda_graphs:
@@ -127,9 +128,8 @@ class ModelRunner:
         allowed = _allowed_bytes(self.device, config) if is_gpu else None
         return estimate_memory(config, is_gpu=is_gpu, num_expert_ranks=ranks, allowed_bytes=allowed)
 
-    def _load_model(self, config: EngineConfig, chosen: _Choices) -> DeepseekV41Model:
+    def _load_model(self, config: EngineConfig, chosen: _Choices, ops: Ops) -> DeepseekV41Model:
         """The model on the device, with this rank's share of the experts; n-gram tables where they fit."""
-        ops = build_ops(chosen.kernel_impl)
         reader = WeightReader(
             config.model,
             dtype=chosen.torch_dtype,

@@ -15,9 +15,13 @@ class RowSet:
     """The rows of some layers' input or output. Rows from ``num_rows`` on are padding (position 0)."""
 
     num_rows: int
-    num_padded: int
     positions: Tensor  # [num_padded] int64
     chunks: Tensor  # [num_padded] int64 index of the row's chunk
+
+    @property
+    def num_padded(self) -> int:
+        """Rows with padding."""
+        return self.positions.shape[0]
 
 
 @dataclass(frozen=True, slots=True)

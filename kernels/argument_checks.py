@@ -46,6 +46,12 @@ def expect_tensor(
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
 
 
+def expect_reachable(name: str, x: Tensor, device: torch.device) -> None:
+    """Refuse a tensor that a kernel on ``device`` cannot read and write where it is."""
+    if x.device != device and not x.is_pinned():
+        raise ValueError(f"{name}: expected device {device} or page-locked host memory, got {x.device}")
+
+
 def expect_output(
     name: str, x: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor
 ) -> Tensor:

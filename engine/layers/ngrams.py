@@ -76,6 +76,19 @@ def ngram_classes(tables: NgramTables, token_ids: Sequence[int], first: int, end
     return classes
 
 
+def packed_ngram_classes(
+    tables: NgramTables, spans: Sequence[tuple[Sequence[int], int, int]], num_rows: int
+) -> np.ndarray:
+    """[num_rows, N]: ``ngram_classes`` of spans (token ids, first, end), one behind the other; then pad."""
+    classes = np.full((num_rows, tables.multipliers.shape[1]), tables.pad_class, dtype=np.int64)
+    begin = 0
+    for span in spans:
+        found = ngram_classes(tables, *span)
+        classes[begin : begin + len(found)] = found
+        begin += len(found)
+    return classes
+
+
 def token_classes(tokenizer: Tokenizer) -> np.ndarray:
     """Class of every token id: ids whose normalised texts agree share one, numbered by first appearance."""
     first_seen: dict[str, int] = {}

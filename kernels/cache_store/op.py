@@ -9,7 +9,14 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.argument_checks import FLOATS, INDICES, expect_dense, expect_output, expect_tensor
+from kernels.argument_checks import (
+    FLOATS,
+    INDICES,
+    expect_dense,
+    expect_output,
+    expect_reachable,
+    expect_tensor,
+)
 from kernels.cache_store.kernel import cache_store_kernel, copy_rows_kernel
 
 ROWS_PER_PROGRAM = 4
@@ -161,10 +168,7 @@ def copy_rows(source: Tensor, target: Tensor, source_rows: Tensor, target_rows: 
     expect_tensor("target_rows", target_rows, source_rows.shape, INDICES, like=source_rows)
     for name, x in (("source", source), ("target", target)):
         expect_tensor(name, x, (None, *source.shape[1:]), (source.dtype,))
-        if x.device != source_rows.device and not x.is_pinned():
-            raise ValueError(
-                f"{name}: expected device {source_rows.device} or page-locked host memory, got {x.device}"
-            )
+        expect_reachable(name, x, source_rows.device)
     num_bytes = source[:1].numel() * source.element_size()
     if source_rows.shape[0] == 0 or num_bytes == 0:
         return

@@ -6,7 +6,14 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.argument_checks import FLOATS, INDICES, expect_dense, expect_output, expect_tensor
+from kernels.argument_checks import (
+    FLOATS,
+    INDICES,
+    expect_dense,
+    expect_output,
+    expect_reachable,
+    expect_tensor,
+)
 from kernels.engram.kernel import engram_gate_kernel, engram_gather_kernel
 
 GATE_ROWS = 8
@@ -36,10 +43,7 @@ def engram_gather(
     expect_tensor("table", table, (None, None), FLOATS if scale is None else (torch.float8_e4m3fn,))
     dim = table.shape[1]
     expect_tensor("rows", rows, (None, None), INDICES)
-    if table.device != rows.device and not table.is_pinned():
-        raise ValueError(
-            f"table: expected device {rows.device} or page-locked host memory, got {table.device}"
-        )
+    expect_reachable("table", table, rows.device)
     num_rows, num_lookups = rows.shape
     if scale is not None:
         if dim % 32:
