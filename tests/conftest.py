@@ -20,6 +20,9 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (this is how Ray spells 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     # Before anything imports triton: without a GPU its interpreter runs the kernels that it can.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # It multiplies by numpy, whose OpenBLAS has kernels (Haswell's, Zen's) that give a row other bits at another
+    # place of a tile. These do not, and every x86-64 has them; nothing else here multiplies by numpy.
+    os.environ["OPENBLAS_CORETYPE"] = "Nehalem"
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}
