@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.checkpoint import StoredTensor, is_ignored, read_checkpoint
 from engine.errors import ConfigError
 from engine.weight_stream import WeightStream
-from kernels.linear import Fp8Weight, align_scales
+from kernels.linear import Fp8Weight
 from kernels.moe import ExpertWeight, Mxfp4Weight
 from kernels.number_formats import SCALE_BLOCK, dequantise_fp8_weight, dequantise_mxfp4_weight
 
@@ -141,7 +141,7 @@ class WeightReader:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def quantised(self, names: Sequence[str], out_features: int, in_features: int) -> Fp8Weight | Tensor:
-        """Linear weights one below the other, [len(names) * out, in]: fp8 as stored in value, or widened."""
+        """Linear weights one below the other, [len(names) * out, in]: fp8 as stored, or widened."""
         is_kept = self.keeps_quantised and all(self._is_fp8(name) for name in names)
         if not is_kept or (len(names) > 1 and out_features % SCALE_BLOCK):
             return torch.cat([self.linear(name, out_features, in_features) for name in names])
@@ -149,7 +149,7 @@ class WeightReader:
         scales = self._empty(len(names), *_tiles(out_features, in_features))
         self.fill([(f"{name}.weight", values[i]) for i, name in enumerate(names)])
         self.fill([(f"{name}.scale", scales[i]) for i, name in enumerate(names)])
-        return align_scales(Fp8Weight(values.flatten(0, 1), scales.flatten(0, 1)))
+        return Fp8Weight(values.flatten(0, 1), scales.flatten(0, 1))
 
     def experts(
         self, names: Sequence[str], parts: Sequence[str], out_features: int, in_features: int

@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks.kernels.captured import LAUNCHES, captured_ms
 from benchmarks.kernels.contracts import require_contracts
 from benchmarks.kernels.timing import sustained_ms
-from kernels.linear import Fp8Weight, align_scales, fp8_linear, grouped_linear, linear
-from kernels.number_formats import ActivationMode, QuantisedRows, dequantise_fp8_weight, quantise_activations
+from kernels.linear import ROUNDING, Fp8Weight, align_scales, fp8_linear, grouped_linear, linear
+from kernels.number_formats import ActivationMode, QuantisedRows, quantise_activations
 from tests.kernels.linear_cases import fp8_weight
 
 LAYER = {
@@ -63,7 +63,7 @@ def relative_error(out: Tensor, x: QuantisedRows | Tensor, weight: Fp8Weight) ->
         group = x.values.shape[1] // x.scales.shape[1]
         scales = torch.exp2(x.scales[:64].double() - 127).repeat_interleave(group, 1)
         x = x.values[:64].double() * scales
-    expected = x[:64].double() @ dequantise_fp8_weight(*weight).double().T
+    expected = x[:64].double() @ weight.widened().double().T
     return float((out[:64].double() - expected).norm() / expected.norm())
 
 
@@ -78,8 +78,8 @@ def prefill(num_rows: int, seconds: float) -> dict[str, dict[str, float]]:
     results: dict[str, dict[str, float]] = {}
     for name, (width, num_out) in LAYER.items():
         stored = random_weight(width, num_out)
-        weight, x = align_scales(stored), rows_of(num_rows, width)
-        wide = dequantise_fp8_weight(*weight).bfloat16()
+        weight, x = align_scales(stored, rounding=ROUNDING), rows_of(num_rows, width)
+        wide = weight.widened().bfloat16()
         out = torch.empty(num_rows, num_out, dtype=torch.bfloat16, device="cuda")
         modes: tuple[ActivationMode, ...] = ("row", "release")
         q = {mode: quantise_activations(x, mode=mode) for mode in modes}
@@ -88,6 +88,10 @@ def prefill(num_rows: int, seconds: float) -> dict[str, dict[str, float]]:
             for mode, rows in q.items()
         }
         launches["row, scales as stored"] = lambda r=q["row"], w=stored, o=out: fp8_linear(
+            r, w, dtype=torch.bfloat16, out=o
+        )
+        exact = align_scales(stored)
+        launches["row, aligned without rounding"] = lambda r=q["row"], w=exact, o=out: fp8_linear(
             r, w, dtype=torch.bfloat16, out=o
         )
         launches["_scaled_mm"] = scaled_mm(x, weight)
@@ -108,7 +112,7 @@ def grouped(num_rows: int, seconds: float) -> dict[str, float]:
     weight = random_weight(width, groups * num_out)
     x = rows_of(num_rows, groups * width)
     ours = captured_ms(lambda: grouped_linear(x, weight, num_groups=groups), seconds)
-    wide = dequantise_fp8_weight(*weight).bfloat16().view(groups, num_out, width).transpose(1, 2)
+    wide = weight.widened().bfloat16().view(groups, num_out, width).transpose(1, 2)
     library = captured_ms(lambda: torch.bmm(x.view(num_rows, groups, width).transpose(0, 1), wide), seconds)
     return {"row": ours, "release": ours, "_scaled_mm": library, "torch.mm bf16": library}
 
@@ -124,7 +128,9 @@ def decode(seconds: float, row_counts: Sequence[int] = DECODE_ROWS) -> dict[str,
     results: dict[str, dict[str, float]] = {}
     for name, (width, num_out) in LARGE.items():
         count = min(LAUNCHES, 1 + CACHE_BYTES // (width * num_out))
-        weights = [align_scales(random_weight(width, num_out, seed)) for seed in range(count)]
+        weights = [
+            align_scales(random_weight(width, num_out, seed), rounding=ROUNDING) for seed in range(count)
+        ]
         for num_rows in row_counts:
             x = rows_of(num_rows, width)
             q, blocks = (quantise_activations(x, mode=mode) for mode in ("row", "release"))

@@ -47,7 +47,7 @@ class Attention:
 
         def projection(name: str, out_features: int, in_features: int) -> QuantisedLinear:
             weight = reader.quantised([f"{prefix}.{name}"], out_features, in_features)
-            return QuantisedLinear(weight, reader.dtype, ops)
+            return activations.projection(weight, reader.dtype)
 
         self._wq_a = projection("wq_a", config.q_lora_rank, hidden)
         q_norm = reader.tensor(f"{prefix}.q_norm.weight", (config.q_lora_rank,), torch.float32)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.engram_tables import EngramTables, TableRows
-from engine.layers.linear import ActivationFormat, QuantisedLinear
+from engine.layers.linear import ActivationFormat
 from engine.layers.ops import Ops
 from engine.loader import WeightReader
 from engine.models.deepseek_v41_config import DeepseekV41Config
@@ -39,7 +39,7 @@ class Engram:
         self._tables = tables
         self._index = index
         wkv = reader.quantised([f"{prefix}.wkv"], (k + 1) * hidden, width)
-        self._wkv = QuantisedLinear(wkv, reader.dtype, ops)
+        self._wkv = activations.projection(wkv, reader.dtype)
         self._q_weight = reader.tensor(f"{prefix}.q_weight", (k, hidden), torch.float32)
         self._k_weight = reader.tensor(f"{prefix}.k_weight", (k, hidden), torch.float32)
 

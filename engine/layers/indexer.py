@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.kv_cache import KVCache
-from engine.layers.linear import ActivationFormat, Linear, QuantisedLinear
+from engine.layers.linear import ActivationFormat, Linear
 from engine.layers.ops import Ops
 from engine.layers.rotary import RotaryTables
 from engine.loader import WeightReader
@@ -44,7 +44,7 @@ class Indexer:
     ) -> None:
         heads, dim = config.index_n_heads, config.index_head_dim
         wq_b = reader.quantised([f"{prefix}.wq_b"], heads * dim, config.q_lora_rank)
-        self._wq_b = QuantisedLinear(wq_b, reader.dtype, ops)
+        self._wq_b = activations.projection(wq_b, reader.dtype)
         weights_proj = reader.linear(f"{prefix}.weights_proj", heads, config.hidden_size)
         self._weights_proj = Linear(weights_proj, ops)
         self._activations = activations

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.ops import Ops
-from kernels.linear import Fp8Weight
+from kernels.linear import ROUNDING, Fp8Weight, align_scales
 from kernels.number_formats import ActivationMode, QuantisedRows, dequantise_activations
 
 
@@ -26,6 +26,14 @@ class ActivationFormat:
     def __call__(self, x: Tensor) -> QuantisedRows | Tensor:
         """[num_rows, n] as a quantised projection reads it; ``x`` itself under "none"."""
         return x if self.mode == "none" else self.ops.quantise_activations(x, mode=self.mode)
+
+    def projection(self, weight: Fp8Weight | Tensor, dtype: torch.dtype) -> QuantisedLinear:
+        """The layer [out_features, in_features] that reads such inputs, with outputs in ``dtype``."""
+        is_fp8_product = self.mode == "row" and dtype == torch.bfloat16
+        # On "meta" there are no values to look at.
+        if is_fp8_product and isinstance(weight, Fp8Weight) and not weight.values.is_meta:
+            weight = align_scales(weight, rounding=ROUNDING)
+        return QuantisedLinear(weight, dtype, self.ops)
 
 
 @dataclass(frozen=True, slots=True)

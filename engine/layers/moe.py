@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.layers.linear import ActivationFormat, QuantisedLinear
+from engine.layers.linear import ActivationFormat
 from engine.layers.ops import Ops
 from engine.loader import WeightReader
 from engine.models.deepseek_v41_config import DeepseekV41Config
@@ -56,9 +56,9 @@ class MoE:
         self._w13, self._w2 = ops.expert_weights(w13, w2, reader.dtype)
         shared = f"{prefix}.shared_experts"
         shared_w13 = reader.quantised([f"{shared}.w1", f"{shared}.w3"], intermediate, hidden)
-        self._shared_w13 = QuantisedLinear(shared_w13, reader.dtype, ops)
+        self._shared_w13 = activations.projection(shared_w13, reader.dtype)
         shared_w2 = reader.quantised([f"{shared}.w2"], hidden, intermediate)
-        self._shared_w2 = QuantisedLinear(shared_w2, reader.dtype, ops)
+        self._shared_w2 = activations.projection(shared_w2, reader.dtype)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Routes]:
         """[num_rows, hidden] -> ([num_rows, hidden], the routes taken)."""

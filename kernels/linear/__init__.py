@@ -6,7 +6,7 @@ from kernels.linear.reference import (
     grouped_linear_reference,
     linear_reference,
 )
-from kernels.linear.scales import align_scales
+from kernels.linear.scales import ROUNDING, align_scales
 from kernels.linear.tiles import (
     HOPPER_TILES,
     HopperConfig,
@@ -18,6 +18,7 @@ from kernels.linear.tiles import (
 
 __all__ = [
     "HOPPER_TILES",
+    "ROUNDING",
     "Fp8Weight",
     "HopperConfig",
     "align_scales",

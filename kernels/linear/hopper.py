@@ -19,8 +19,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from kernels.linear.hopper_sums import WARPGROUP_OUT, power, sum_halves, sum_pairs, sum_wide
+from kernels.linear.hopper_sums import (
+    WARPGROUP_OUT,
+    power,
+    sum_halves,
+    sum_pairs,
+    sum_quarters,
+    sum_wide,
+)
 
+STORE_ROWS = gl.constexpr(64)
+"""Rows of a box: of what is stored together. Where a tile has several, two are on their way at a time."""
 PREFETCH = gl.constexpr("prefetch.global.L1 [$1]; mov.b32 $0, 0;")
 
 
@@ -75,15 +84,19 @@ def _produce(
 
 
 @gluon.jit
-def _scaled_rows(acc, row_scale_ptr, first_row, num_rows):
-    row = first_row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    row_scale = gl.load(row_scale_ptr + row, mask=row < num_rows, other=127).to(gl.int32)
-    return acc * power(row_scale - 127)[None, :]
+def _halves(acc):
+    """The left and the right half of the columns; both lie in each thread's registers."""
+    return acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
-def _store(acc, out_desc, out_smem, first_row, first_out):
-    tma.store_wait(0)
+def _store(acc, out_desc, out_smem, row_scale_ptr, first_row, num_rows, first_out, PENDING: gl.constexpr = 1):
+    """Scale, round and store a box of rows, while ``PENDING`` boxes before it are still on their way."""
+    if row_scale_ptr is not None:
+        row = first_row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        row_scale = gl.load(row_scale_ptr + row, mask=row < num_rows, other=127).to(gl.int32)
+        acc = acc * power(row_scale - 127)[None, :]
+    tma.store_wait(PENDING)
     out_smem.store(acc.to(gl.bfloat16).permute((1, 0)))
     fence_async_shared()
     tma.async_copy_shared_to_global(out_desc, [first_row, first_out], out_smem)
@@ -93,12 +106,14 @@ def _store(acc, out_desc, out_smem, first_row, first_out):
 def _multiply(
     out_desc, scale_ptr, row_scale_ptr, x_smem, weight_smem, out_smem, full, empty, num_rows, num_row_tiles,
     OUT_TILES: gl.constexpr, K_TILES: gl.constexpr, OUT: gl.constexpr, BAND: gl.constexpr,
-    WARPGROUP: gl.constexpr,
+    IS_EVEN: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
-    """Multiply, scale, round and store 64 outputs of each tile. Scales come as words of four, one a step."""
+    """Multiply and store 64 outputs of each tile. Scales come as words of four, one a step."""
     block_rows: gl.constexpr = x_smem.shape[1]
     is_fp8: gl.constexpr = x_smem.dtype == gl.float8e4nv
     FIRST: gl.constexpr = WARPGROUP * WARPGROUP_OUT
+    box_0 = out_smem.index(WARPGROUP * 2 if block_rows > STORE_ROWS else WARPGROUP)
+    box_1 = out_smem.index(WARPGROUP * 2 + 1 if block_rows > STORE_ROWS else WARPGROUP)
     count = 0
     for tile in range(gl.program_id(0), num_row_tiles * OUT_TILES, gl.num_programs(0)):
         out_tile, row_tile = _place(tile, num_row_tiles, OUT_TILES, BAND)
@@ -108,29 +123,40 @@ def _multiply(
             # A tile may reach past the last output; there any scale will do.
             words_0 = scale_ptr + gl.minimum(first_out // 32, OUT // 32 - 1) * K_TILES
             words_1 = scale_ptr + gl.minimum(first_out // 32 + 1, OUT // 32 - 1) * K_TILES
-            if block_rows == 256:
-                low, high = sum_halves(
+        if block_rows == 256:
+            if is_fp8 and IS_EVEN:
+                q0, q1, q2, q3 = sum_quarters(
                     x_smem, weight_smem, full, empty, count, words_0, words_1, num_rows < 0, K_TILES, FIRST
                 )
-                low = _scaled_rows(low, row_scale_ptr, first_row, num_rows)
-                _store(low, out_desc, out_smem, first_row, first_out)
-                high = _scaled_rows(high, row_scale_ptr, first_row + 128, num_rows)
-                _store(high, out_desc, out_smem, first_row + 128, first_out)
             else:
-                acc = sum_pairs(
-                    x_smem, weight_smem, full, empty, count, words_0, words_1, num_rows < 0, K_TILES, FIRST
-                )
-                acc = _scaled_rows(acc, row_scale_ptr, first_row, num_rows)
-                _store(acc, out_desc, out_smem, first_row, first_out)
+                if is_fp8:
+                    low, high = sum_halves(
+                        x_smem, weight_smem, full, empty, count, words_0, words_1, num_rows < 0, K_TILES,
+                        FIRST,
+                    )  # fmt: skip
+                else:
+                    acc = sum_wide(x_smem, weight_smem, full, empty, count, K_TILES, FIRST)
+                    low, high = _halves(acc)
+                q0, q1 = _halves(low)
+                q2, q3 = _halves(high)
+            _store(q0, out_desc, box_0, row_scale_ptr, first_row, num_rows, first_out)
+            _store(q1, out_desc, box_1, row_scale_ptr, first_row + 64, num_rows, first_out)
+            _store(q2, out_desc, box_0, row_scale_ptr, first_row + 128, num_rows, first_out)
+            _store(q3, out_desc, box_1, row_scale_ptr, first_row + 192, num_rows, first_out)
         else:
-            acc = sum_wide(x_smem, weight_smem, full, empty, count, K_TILES, FIRST)
-            if block_rows == 256:
-                # In two halves, so that the memory they pass through leaves room for one more stage.
-                low, high = acc.reshape([WARPGROUP_OUT, 2, 128]).permute((0, 2, 1)).split()
-                _store(low, out_desc, out_smem, first_row, first_out)
-                _store(high, out_desc, out_smem, first_row + 128, first_out)
+            if is_fp8:
+                acc = sum_pairs(
+                    x_smem, weight_smem, full, empty, count, words_0, words_1, num_rows < 0, K_TILES, FIRST,
+                    IS_EVEN,
+                )  # fmt: skip
             else:
-                _store(acc, out_desc, out_smem, first_row, first_out)
+                acc = sum_wide(x_smem, weight_smem, full, empty, count, K_TILES, FIRST)
+            if block_rows == 128:
+                low, high = _halves(acc)
+                _store(low, out_desc, box_0, row_scale_ptr, first_row, num_rows, first_out)
+                _store(high, out_desc, box_1, row_scale_ptr, first_row + 64, num_rows, first_out)
+            else:
+                _store(acc, out_desc, box_0, row_scale_ptr, first_row, num_rows, first_out, 0)
         count += K_TILES
     tma.store_wait(0)
 
@@ -139,7 +165,7 @@ def _multiply(
 def hopper_linear_kernel(
     x_desc, weight_desc, out_desc, scale_ptr, row_scale_ptr, num_rows,
     OUT: gl.constexpr, K_TILES: gl.constexpr, GROUP_OUT: gl.constexpr, STAGES: gl.constexpr,
-    BAND: gl.constexpr,
+    BAND: gl.constexpr, IS_EVEN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of consumers for each 64 outputs of a tile: one or two."""
     x_block: gl.constexpr = x_desc.block_type.shape
@@ -149,8 +175,9 @@ def hopper_linear_kernel(
     num_row_tiles = gl.cdiv(num_rows, x_block[0])
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_block, x_desc.layout)
     weight_smem = gl.allocate_shared_memory(weight_desc.dtype, [STAGES] + weight_block, weight_desc.layout)
+    boxes: gl.constexpr = 2 if x_block[0] > STORE_ROWS else 1
     out_smem = gl.allocate_shared_memory(
-        gl.bfloat16, [warpgroups] + out_desc.block_type.shape, out_desc.layout
+        gl.bfloat16, [warpgroups * boxes] + out_desc.block_type.shape, out_desc.layout
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -164,15 +191,15 @@ def hopper_linear_kernel(
                 (
                     _multiply,
                     (
-                        out_desc, scale_ptr, row_scale_ptr, x_smem, weight_smem, out_smem.index(0),
-                        full, empty, num_rows, num_row_tiles, out_tiles, K_TILES, OUT, BAND, 0,
+                        out_desc, scale_ptr, row_scale_ptr, x_smem, weight_smem, out_smem,
+                        full, empty, num_rows, num_row_tiles, out_tiles, K_TILES, OUT, BAND, IS_EVEN, 0,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        out_desc, scale_ptr, row_scale_ptr, x_smem, weight_smem, out_smem.index(1),
-                        full, empty, num_rows, num_row_tiles, out_tiles, K_TILES, OUT, BAND, 1,
+                        out_desc, scale_ptr, row_scale_ptr, x_smem, weight_smem, out_smem,
+                        full, empty, num_rows, num_row_tiles, out_tiles, K_TILES, OUT, BAND, IS_EVEN, 1,
                     ),
                 ),
                 (
@@ -192,8 +219,8 @@ def hopper_linear_kernel(
                 (
                     _multiply,
                     (
-                        out_desc, scale_ptr, row_scale_ptr, x_smem, weight_smem, out_smem.index(0),
-                        full, empty, num_rows, num_row_tiles, out_tiles, K_TILES, OUT, BAND, 0,
+                        out_desc, scale_ptr, row_scale_ptr, x_smem, weight_smem, out_smem,
+                        full, empty, num_rows, num_row_tiles, out_tiles, K_TILES, OUT, BAND, IS_EVEN, 0,
                     ),
                 ),
                 (

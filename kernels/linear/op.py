@@ -15,7 +15,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.argument_checks import FLOATS, expect_output, expect_tensor
-from kernels.linear.hopper import hopper_linear_kernel
+from kernels.linear.hopper import STORE_ROWS, hopper_linear_kernel
 from kernels.linear.kernel import linear_kernel, sum_parts_kernel, widen_rows_kernel, widen_weight_kernel
 from kernels.linear.reference import Fp8Weight
 from kernels.linear.tiles import (
@@ -60,7 +60,7 @@ def fp8_linear(
     Args:
         x: [num_rows, in_features]; as quantised (contiguous), or float32 or bfloat16 (then in ``dtype``;
             rows may lie apart).
-        weight: [out_features, in_features], contiguous.
+        weight: [out_features, in_features], contiguous. ``is_even`` is taken at its word.
         dtype: float32 or bfloat16: of the output. Rows with one scale and bfloat16 are multiplied as fp8;
             all else is widened, which is exact, and multiplied in ``dtype``. fp8 tensor cores cut a running
             sum to about 14 bits, so every 128 products are added in fp32: a sum of one sign is then within
@@ -90,7 +90,9 @@ def fp8_linear(
     _expect_weight(weight, in_features, values)
     out = expect_output("out", out, (num_rows, weight.values.shape[0]), dtype, values)
     if is_row and dtype == torch.bfloat16:
-        return _launch(values, scales, weight.values, weight.scales, out, num_groups=1)
+        return _launch(
+            values, scales, weight.values, weight.scales, out, num_groups=1, is_even=weight.is_even
+        )
     return _launch(_widen_rows(x, dtype), None, weight.values, weight.scales, out, num_groups=1)
 
 
@@ -184,6 +186,7 @@ def _launch(
     out: Tensor,
     *,
     num_groups: int,
+    is_even: bool = False,
 ) -> Tensor:
     num_rows, num_out = out.shape
     if num_rows == 0 or num_out == 0:
@@ -199,7 +202,7 @@ def _launch(
         if is_wide:
             weight, scales = _widen_weight(weight, scales), None
     if is_wide:
-        return _launch_hopper(x, row_scales, weight, scales, out, num_groups)
+        return _launch_hopper(x, row_scales, weight, scales, out, num_groups, is_even)
     return _launch_plain(x, row_scales, weight, scales, out, num_groups, product)
 
 
@@ -220,6 +223,7 @@ def _launch_hopper(
     scales: Tensor | None,
     out: Tensor,
     num_groups: int,
+    is_even: bool,
 ) -> Tensor:
     (num_rows, num_out), in_features = out.shape, weight.shape[1]
     for name, operand in (("x", x), ("weight", weight), ("out", out)):
@@ -238,10 +242,10 @@ def _launch_hopper(
     hopper_linear_kernel[(min(tiles, num_processors * config.per_processor),)](
         TensorDescriptor.from_tensor(x, [config.block_rows, block_in], operand_layout),
         TensorDescriptor.from_tensor(weight, [config.block_out, block_in], operand_layout),
-        TensorDescriptor.from_tensor(out, [min(128, config.block_rows), 64], out_layout),
+        TensorDescriptor.from_tensor(out, [min(STORE_ROWS.value, config.block_rows), 64], out_layout),
         None if scales is None else scales.view(torch.int32), row_scales, num_rows,
         OUT=num_out, K_TILES=in_features // block_in, GROUP_OUT=num_out // num_groups,
-        STAGES=config.num_stages, BAND=config.band, num_warps=4,
+        STAGES=config.num_stages, BAND=config.band, IS_EVEN=is_even, num_warps=4,
         maxnreg=128 if config.per_processor == 2 else None,
     )  # fmt: skip
     return out

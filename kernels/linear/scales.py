@@ -1,4 +1,4 @@
-"""An fp8 weight with the same values and fewer different scales: what the fp8 product runs fastest on.
+"""An fp8 weight with fewer different scales: what the fp8 product runs fastest on.
 
 Runs once at load. It knows the number format and no kernel.
 """
@@ -14,19 +14,28 @@ from kernels.number_formats import SCALE_BLOCK
 MAX_SHIFT = 8
 GROUP = 4
 """Tiles that the fp8 product adds up before it multiplies by their scale."""
+ROUNDING = 2.0**-12
+"""Of a tile's largest value, what another may lose; its own rounding to e4m3 may have cost 2^-5 of it."""
 
 
-def align_scales(weight: Fp8Weight) -> Fp8Weight:
-    """Give the four tiles of 128 inputs one scale wherever that is exact; the value of no element changes.
+def align_scales(weight: Fp8Weight, *, rounding: float = 0.0) -> Fp8Weight:
+    """Give the four tiles of 128 inputs one scale wherever that changes no element by more than is allowed.
 
-    A tile moves to a larger scale when every value, divided by that power of two, is still an e4m3
-    number. The scale of a group is the one that most of its tiles can have; the others keep theirs.
+    A tile moves to a larger scale by dividing its values by a power of two; of them, the smallest of e4m3
+    can lose bits. The scale of a group is the one that most of its tiles can have; the others keep theirs.
+
+    Args:
+        weight: [out_features, in_features].
+        rounding: what an element may change by, as a part of its tile's largest; 0 changes none.
+
+    Returns:
+        The weight, ``is_even`` where every group has one scale.
     """
     tiles = _tiles(weight.values)
     exponents = weight.scales.to(torch.int32)
     room = torch.zeros_like(exponents)
     for step in range(1, MAX_SHIFT + 1):
-        room[_shifted(tiles, torch.full_like(exponents, step))[1]] = step
+        room[_shifted(tiles, torch.full_like(exponents, step), rounding)[1]] = step
     is_zero = (tiles.float() == 0).all(3).all(1)
     room[is_zero] = 255
     grouped = (_grouped(exponents, 0), _grouped(room, 0), _grouped(is_zero, True))
@@ -37,9 +46,10 @@ def align_scales(weight: Fp8Weight) -> Fp8Weight:
         torch.zeros_like(exponents),
     )
     moved = torch.where(is_zero, target, exponents + shift).to(torch.uint8)
-    values = _shifted(tiles, shift)[0].flatten(2).flatten(0, 1)
+    values = _shifted(tiles, shift, rounding)[0].flatten(2).flatten(0, 1)
     rows, columns = weight.values.shape
-    return Fp8Weight(values[:rows, :columns].contiguous(), moved.contiguous())
+    is_even = columns % (GROUP * SCALE_BLOCK) == 0 and bool((moved.int() == target).all())
+    return Fp8Weight(values[:rows, :columns].contiguous(), moved.contiguous(), is_even)
 
 
 def _grouped(x: Tensor, padding: int | bool) -> Tensor:
@@ -67,12 +77,12 @@ def _tiles(values: Tensor) -> Tensor:
     return raw.view(torch.float8_e4m3fn).unflatten(1, (-1, SCALE_BLOCK)).unflatten(0, (-1, SCALE_BLOCK))
 
 
-def _shifted(tiles: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Tiles divided by ``2^shift``, and in which of them nothing was lost."""
-    factor = torch.exp2(-shift.float())[:, None, :, None]
-    wide = tiles.float()
-    moved = (wide * factor).to(torch.float8_e4m3fn)
-    return moved, (moved.float() == wide * factor).all(3).all(1)
+def _shifted(tiles: Tensor, shift: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
+    """Tiles divided by ``2^shift``, and in which of them no more was lost than is allowed."""
+    divided = tiles.float() * torch.exp2(-shift.float())[:, None, :, None]
+    moved = divided.to(torch.float8_e4m3fn)
+    largest = divided.abs().amax((1, 3))
+    return moved, (moved.float() - divided).abs().amax((1, 3)) <= rounding * largest
 
 
 def _can_move(exponents: Tensor, target: Tensor, room: Tensor, is_zero: Tensor) -> Tensor:

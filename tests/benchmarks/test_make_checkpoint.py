@@ -16,7 +16,6 @@ from benchmarks import make_checkpoint
 from benchmarks.make_checkpoint import _DRAFT, cut_config, main, shard_header
 from benchmarks.model_dims import FLASH
 from benchmarks.release_layout import Entry, release_entries, release_shards
-from engine import loader
 from engine.api import Request, SamplingParams
 from engine.checkpoint import read_checkpoint
 from engine.config import EngineConfig
@@ -125,8 +124,6 @@ def test_every_name_of_the_release_is_asked_for_or_ignored(
         os.truncate(tmp_path / file, len(header) + sum(entry.num_bytes for entry in members))
     assert len(read_checkpoint(tmp_path)) == NUM_RELEASE_TENSORS
 
-    # It looks at values, of which there are none here.
-    monkeypatch.setattr(loader, "align_scales", lambda weight: weight)
     config = parse_model_config(json.loads(json.dumps(raw)))
     primes, offsets, _ = bucket_primes(config)
     tables = NgramTables(np.zeros(1, np.int64), 0, np.zeros((2, 4), np.int64), primes, offsets)

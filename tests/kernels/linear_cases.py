@@ -18,7 +18,7 @@ from kernels.linear import (
     linear,
     linear_reference,
 )
-from kernels.number_formats import QuantisedRows, dequantise_fp8_weight, quantise_activations_reference
+from kernels.number_formats import QuantisedRows, quantise_activations_reference
 from tests.kernels.contract import Inputs, OpCase, Outputs, Tolerance
 
 Kind = Literal["linear", "fp32", "none", "release", "row", "grouped", "grouped-fp8"]
@@ -64,7 +64,7 @@ def linear_inputs(
         weight = torch.randn(out_features, in_features, generator=g) / in_features**0.5
         inputs["weight"] = weight.to(device, weight_dtype)
     else:
-        values, scales = fp8_weight(out_features, in_features, g, device)
+        values, scales, _ = fp8_weight(out_features, in_features, g, device)
         if is_one_signed:
             values = (values.view(torch.uint8) & 0x7F).view(values.dtype)
         inputs |= {"weight": values, "scales": scales}
@@ -108,7 +108,7 @@ def float64_product(i: Inputs) -> Tensor:
             x.values.shape[1] // x.scales.shape[1], 1
         )
         x = x.values.double() * scales
-    wide = (dequantise_fp8_weight(*weight) if isinstance(weight, Fp8Weight) else weight).double()
+    wide = (weight.widened() if isinstance(weight, Fp8Weight) else weight).double()
     groups = x.shape[1] // wide.shape[1]
     pairs = zip(x.double().chunk(groups, 1), wide.chunk(groups), strict=True)
     return torch.cat([inputs @ part.T for inputs, part in pairs], dim=1)

@@ -7,6 +7,7 @@ import torch
 
 from kernels.linear import (
     HOPPER_TILES,
+    ROUNDING,
     Fp8Weight,
     HopperConfig,
     align_scales,
@@ -26,7 +27,7 @@ from kernels.number_formats import (
     quantise_activations,
 )
 from tests.kernels.contract import Gate, OpCase, contract_device, contract_params, equal_bytes, errors_of
-from tests.kernels.linear_cases import CASES
+from tests.kernels.linear_cases import CASES, fp8_weight
 
 
 @pytest.mark.parametrize(("case", "gate"), contract_params(CASES))
@@ -84,12 +85,33 @@ def test_aligned_scales_keep_every_value() -> None:
     scales[0, 1], scales[1, 0] = 0, 100
     weight = Fp8Weight(values, scales)
     aligned = align_scales(weight)
-    assert torch.equal(dequantise_fp8_weight(*aligned), dequantise_fp8_weight(*weight))
+    assert torch.equal(aligned.widened(), weight.widened())
     assert aligned.values.shape == values.shape
     spread = [len(set(row)) for row in aligned.scales.tolist()]
     assert spread[0] < len(set(scales[0].tolist()))
     assert len(set(aligned.scales[0, :4].tolist())) == 1
     assert aligned.scales[1, 0] != aligned.scales[1, 1]
+
+
+def test_scales_that_are_aligned_with_rounding_are_even_and_move_no_value_far() -> None:
+    g = torch.Generator().manual_seed(6)
+    weight = fp8_weight(256, 1280, g, torch.device("cpu"))
+    assert not align_scales(weight).is_even, "nothing to round"
+    aligned = align_scales(weight, rounding=ROUNDING)
+    assert aligned.is_even
+    groups = aligned.scales.unflatten(1, (-1, 4))
+    assert torch.equal(groups, groups[..., :1].expand_as(groups))
+    tiles, moved = (w.widened().unflatten(1, (-1, 32)).unflatten(0, (-1, 32)) for w in (weight, aligned))
+    assert bool(((moved - tiles).abs().amax((1, 3)) <= ROUNDING * tiles.abs().amax((1, 3))).all())
+    assert 0 < float((moved != tiles).float().mean()) < 1e-3
+
+
+def test_a_group_whose_scales_lie_too_far_apart_stays_uneven() -> None:
+    values = torch.full((32, 128), 1.0).to(torch.float8_e4m3fn)
+    weight = Fp8Weight(values, torch.tensor([[100, 127, 127, 127]], dtype=torch.uint8))
+    aligned = align_scales(weight, rounding=ROUNDING)
+    assert not aligned.is_even
+    assert torch.equal(aligned.widened(), weight.widened())
 
 
 @pytest.mark.parametrize("config", HOPPER_TILES)
@@ -105,7 +127,10 @@ def test_tiles_fit_in_shared_memory(config: HopperConfig) -> None:
 def test_all_tiles_give_equal_bytes(
     monkeypatch: pytest.MonkeyPatch, num_in: int, num_out: int, spread: int
 ) -> None:
-    """fp8 and bfloat16 operands; an odd number of steps, tiles beyond the last output, scales that differ."""
+    """fp8 and bfloat16 operands; an odd number of steps, tiles beyond the last output, scales that differ.
+
+    Where they do not, the products of even weights too.
+    """
     if not runs_on_hopper_kernel(num_out, num_in, 1, "fp8", torch.cuda.get_device_capability()):
         pytest.skip("no Hopper GPU")
     g = torch.Generator("cuda").manual_seed(num_in + spread)
@@ -114,13 +139,14 @@ def test_all_tiles_give_equal_bytes(
     scales = torch.randint(
         115, 116 + spread, (num_out // 32, num_in // 32), generator=g, device="cuda", dtype=torch.uint8
     )
-    weight = Fp8Weight(values, scales)
     wide = dequantise_fp8_weight(values, scales).bfloat16()
     rows = quantise_activations(x, mode="row")
     found = []
     for config in HOPPER_TILES:
         monkeypatch.setattr("kernels.linear.op.choose_hopper_config", lambda *_, config=config: config)
-        found.append((fp8_linear(rows, weight, dtype=torch.bfloat16), linear(x, wide)))
+        for is_even in (False, True) if spread == 0 else (False,):
+            weight = Fp8Weight(values, scales, is_even)
+            found.append((fp8_linear(rows, weight, dtype=torch.bfloat16), linear(x, wide)))
     expected = dequantise_activations(rows, torch.float64) @ dequantise_fp8_weight(values, scales).double().T
     assert errors_of(found[0][0], expected)[0] < 2.5e-3
     for fp8, bf16 in found[1:]:
