@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.config import KV_BLOCK_SIZE
+from engine.config import KV_BLOCK_SIZE, padded
 
 MAX_ROWS = 512
 """With more rows the device takes longer for a step than the host."""
@@ -19,10 +19,18 @@ _LEAST_TOKENS = 16 * KV_BLOCK_SIZE
 def room_rows(num_rows: int, most: int) -> int:
     """Rows of the smallest room for so many: few sizes, so that few graphs serve a job.
 
-    ``most``: of a step of any kind, padding included. Whatever is sized by a step holds no more.
+    ``most``: of the largest room.
     """
     unit = 32 if num_rows <= 128 else 128
     return min(-(-num_rows // unit) * unit, most)
+
+
+def most_room_rows(max_num_seqs: int, max_num_rows: int) -> int:
+    """Rows of the largest room, where a step has so many sequences at most, and so many rows of any kind.
+
+    Whatever is sized by a step holds its rows and their padding, and no more.
+    """
+    return room_rows(min(max_num_seqs, max_num_rows, MAX_ROWS), padded(max_num_rows))
 
 
 def room_tokens(num_tokens: int) -> int:
@@ -30,8 +38,8 @@ def room_tokens(num_tokens: int) -> int:
     return max(_LEAST_TOKENS, 1 << (num_tokens - 1).bit_length())
 
 
-def room_bytes(max_rows: int, max_tokens: int) -> int:
-    """Block tables of all rooms that steps of so many rows, in contexts up to so many tokens, can need."""
-    rows = sum({room_rows(num_rows, MAX_ROWS) for num_rows in range(1, max_rows + 1)})
-    # Each size of a context is half of the next one.
-    return rows * 2 * (room_tokens(max_tokens) // KV_BLOCK_SIZE) * 8
+def room_bytes(most_rows: int, max_tokens: int) -> int:
+    """What ``DecodeBuffers`` can come to take: the largest room's facts, and block tables by context."""
+    # A context's sizes are the least one, and each twice the one before.
+    num_blocks = (2 * room_tokens(max_tokens) - _LEAST_TOKENS) // KV_BLOCK_SIZE
+    return most_rows * (3 + num_blocks) * 8

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.api import Request
-from engine.batch import ROW_PADDING, BatchInputs
-from engine.config import KV_BLOCK_SIZE
+from engine.batch import BatchInputs
+from engine.config import KV_BLOCK_SIZE, ROW_PADDING
 from engine.layer_rows import ModelShape, replay_start
 from engine.layers.ngrams import NgramTables
 from engine.scheduler import ScheduledBatch, ScheduledChunk

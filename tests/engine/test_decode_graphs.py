@@ -9,12 +9,17 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine import Request, SamplingParams
-from engine.batch import ROW_PADDING, padded
+from engine.config import KV_BLOCK_SIZE, ROW_PADDING, padded
 from engine.decode_graphs import DecodeGraphs
+from engine.decode_inputs import DecodeBuffers, DecodeInputs
 from engine.decode_rooms import MAX_ROWS, room_rows, room_tokens
+from engine.layer_rows import ModelShape
 from engine.llm_engine import LLMEngine
+from engine.scheduled_batch import ScheduledChunk
+from engine.sequence import Sequence
 from tests.engine.engine_harness import build_engine, digests, run, undisturbed
 
 DATA = Path(__file__).parents[1] / "data"
@@ -117,6 +122,55 @@ def test_a_room_is_no_larger_than_the_largest_step() -> None:
     some = rows[::20]
     assert digests(run(engine, rows)).items() >= undisturbed(MODELS["tiny"], some).items()
     assert rooms.num_steps > 0
+
+
+def decode_chunks(rng: random.Random, num_rows: int, most_tokens: int) -> list[ScheduledChunk]:
+    """Rows at any position, with blocks of a pool of 40,000 and now and then more of them than they need."""
+    chunks = []
+    for slot in rng.sample(range(64), num_rows):
+        length = rng.choice((1, 2, 64, 65, rng.randint(1, most_tokens), most_tokens))
+        request = Request(request_id=str(slot), prompt_token_ids=[rng.randrange(256)] * length)
+        seq = Sequence.build(request, sample_index=0, seq_id=slot, max_model_len=8192)
+        seq.state_slot = slot
+        seq.block_table = rng.sample(range(1, 40_000), -(-length // KV_BLOCK_SIZE) + rng.choice((0, 0, 3)))
+        chunks.append(ScheduledChunk(
+            seq=seq, start=length - 1, num_tokens=1, tail_end=length, cached_until=0,
+            mode="full", samples=True, is_fresh=False,
+        ))  # fmt: skip
+    return chunks
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_nothing_is_read_of_what_steps_of_other_sizes_left(ratio: int) -> None:
+    """Index tensors behind a dozen steps of any size are those of a step in buffers that are new."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, shape, device = random.Random(seed), ModelShape(num_layers=2, window=16), torch.device("cpu")
+    used = DecodeBuffers(64, device)
+    for _ in range(12):
+        num_tokens = rng.choice((1024, 4096))
+        chunks = decode_chunks(rng, rng.randint(1, 64), num_tokens)
+        room = room_rows(len(chunks), 64), num_tokens
+        rows = used.load(chunks, *room)
+        found, wanted = (
+            DecodeInputs(loaded, shape, num_states=64)
+            for loaded in (rows, DecodeBuffers(64, device).load(chunks, *room))
+        )
+        assert torch.equal(found.token_ids, wanted.token_ids)
+        for name in ("rows", "ring_sources", "ring_targets"):
+            assert torch.equal(*(getattr(each.window_inputs(0), name) for each in (found, wanted))), name
+        groups = [each.compress_inputs(0, ratio) for each in (found, wanted)]
+        for name in ("group_rows", "group_positions", "entry_slots", "open_sources", "open_targets"):
+            assert torch.equal(*(getattr(each, name) for each in groups)), name
+        assert (groups[0].entry_slots[len(chunks) :] == -1).all()
+        select = found.select_inputs(0, ratio)
+        assert select.num_visible.tolist() == [c.end // ratio for c in chunks] + [0] * (room[0] - len(chunks))
+        assert select.block_tables.shape == (room[0], num_tokens // KV_BLOCK_SIZE)
+        for table, chunk in zip(select.block_tables.tolist(), chunks, strict=False):
+            needed = -(-chunk.end // KV_BLOCK_SIZE)
+            assert table[:needed] == list(chunk.seq.block_table[:needed])
+        # Kernels may look into blocks that they then mask: these have to be there.
+        assert 0 <= int(select.block_tables.min()) <= int(select.block_tables.max()) < 40_000
 
 
 @pytest.mark.parametrize("num_rows", [1, 31, 32, 33, 128, 129, 300, MAX_ROWS])
