@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import outgoing, upload
+from engine.batch import upload
+from engine.block_manager import num_blocks_for
 from engine.config import KV_BLOCK_SIZE
 from engine.layer_rows import ModelShape
 from engine.scheduled_batch import ScheduledChunk
@@ -73,18 +74,26 @@ class DecodeBuffers:
             self._block_tables[num_tokens] = torch.zeros(
                 max_rows, num_tokens // KV_BLOCK_SIZE, dtype=torch.int64, device=device
             )
-        rows = DecodeRows(self._facts[:, :num_rows], self._block_tables[num_tokens][:num_rows])
+        tables = self._block_tables[num_tokens]
+        rows = DecodeRows(self._facts[:, :num_rows], tables[:num_rows])
         facts = np.zeros((3, num_rows), dtype=np.int64)
-        tables = np.zeros(rows.block_tables.shape, dtype=np.int64)
         facts[_SLOT] = -1
         facts[:, : len(chunks)] = np.transpose(
             [(chunk.seq.token_ids[chunk.start], chunk.start, chunk.seq.state_slot) for chunk in chunks]
         )
-        for row, chunk in enumerate(chunks):
-            blocks = chunk.seq.block_table[: tables.shape[1]]
-            tables[row, : len(blocks)] = blocks
-        rows.facts.copy_(upload(facts, device))
-        rows.block_tables.copy_(outgoing(tables, device), non_blocking=True)
+        # Only blocks that the step's sequences have travel: tables of long contexts are mostly room.
+        blocks = [chunk.seq.block_table[: num_blocks_for(chunk.end)] for chunk in chunks]
+        counts = np.array(list(map(len, blocks)))
+        # How far each row's blocks are sent from where they belong in all tables.
+        moves = np.arange(len(chunks)) * tables.shape[1] - (np.cumsum(counts) - counts)
+        sent = upload(np.concatenate([facts.ravel(), moves, counts, *blocks]), device)
+        sizes = [facts.size, len(chunks), len(chunks), int(counts.sum())]
+        sent_facts, sent_moves, sent_counts, sent_blocks = torch.split(sent, sizes)
+        rows.facts.copy_(sent_facts.view(facts.shape))
+        # Told how many there are, torch does not ask the device.
+        places = torch.repeat_interleave(sent_moves, sent_counts, output_size=sizes[-1])
+        places += torch.arange(sizes[-1], device=device)
+        tables.view(-1).index_copy_(0, places, sent_blocks)
         return rows
 
 

@@ -6,12 +6,15 @@ On a CPU they are run as a room's first step is, which is what a GPU captures; `
 from __future__ import annotations
 
 import random
+from array import array
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from engine import Request, SamplingParams
+from engine.batch import upload
 from engine.config import KV_BLOCK_SIZE, ROW_PADDING, padded
 from engine.decode_graphs import DecodeGraphs
 from engine.decode_inputs import DecodeBuffers, DecodeInputs
@@ -124,20 +127,23 @@ def test_a_room_is_no_larger_than_the_largest_step() -> None:
     assert rooms.num_steps > 0
 
 
+def decode_chunk(rng: random.Random, slot: int, length: int) -> ScheduledChunk:
+    """A row at the end of so many tokens, with blocks of a pool of 40,000: now and then more than it needs."""
+    request = Request(request_id=str(slot), prompt_token_ids=[rng.randrange(256)] * length)
+    seq = Sequence.build(request, sample_index=0, seq_id=slot, max_model_len=length)
+    num_blocks = -(-length // KV_BLOCK_SIZE) + rng.choice((0, 0, 3))
+    seq.state_slot, seq.block_table = slot, array("q", rng.sample(range(1, 40_000), num_blocks))
+    return ScheduledChunk(
+        seq=seq, start=length - 1, num_tokens=1, tail_end=length, cached_until=0,
+        mode="full", samples=True, is_fresh=False,
+    )  # fmt: skip
+
+
 def decode_chunks(rng: random.Random, num_rows: int, most_tokens: int) -> list[ScheduledChunk]:
-    """Rows at any position, with blocks of a pool of 40,000 and now and then more of them than they need."""
-    chunks = []
-    for slot in rng.sample(range(64), num_rows):
-        length = rng.choice((1, 2, 64, 65, rng.randint(1, most_tokens), most_tokens))
-        request = Request(request_id=str(slot), prompt_token_ids=[rng.randrange(256)] * length)
-        seq = Sequence.build(request, sample_index=0, seq_id=slot, max_model_len=8192)
-        seq.state_slot = slot
-        seq.block_table = rng.sample(range(1, 40_000), -(-length // KV_BLOCK_SIZE) + rng.choice((0, 0, 3)))
-        chunks.append(ScheduledChunk(
-            seq=seq, start=length - 1, num_tokens=1, tail_end=length, cached_until=0,
-            mode="full", samples=True, is_fresh=False,
-        ))  # fmt: skip
-    return chunks
+    """Rows at any position up to there."""
+    lengths = [rng.choice((1, 2, 64, 65, rng.randint(1, most_tokens), most_tokens)) for _ in range(num_rows)]
+    slots = rng.sample(range(64), num_rows)
+    return [decode_chunk(rng, *each) for each in zip(slots, lengths, strict=True)]
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -171,6 +177,22 @@ def test_nothing_is_read_of_what_steps_of_other_sizes_left(ratio: int) -> None:
             assert table[:needed] == list(chunk.seq.block_table[:needed])
         # Kernels may look into blocks that they then mask: these have to be there.
         assert 0 <= int(select.block_tables.min()) <= int(select.block_tables.max()) < 40_000
+
+
+def test_a_step_sends_the_blocks_that_its_rows_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One context of a million tokens among 64 rows: not the room's 8 MiB."""
+    rng, sizes = random.Random(0), []
+    chunks = [*decode_chunks(rng, 63, 1024), decode_chunk(rng, 63, 2**20)]
+
+    def noted(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
+        sizes.append(array.nbytes)
+        return upload(array, device)
+
+    monkeypatch.setattr("engine.decode_inputs.upload", noted)
+    DecodeBuffers(64, torch.device("cpu")).load(chunks, 64, 2**20)
+    num_blocks = sum(-(-chunk.end // KV_BLOCK_SIZE) for chunk in chunks)
+    assert len(sizes) == 1, "one transfer a step"
+    assert 8 * num_blocks < sizes[0] <= 8 * (num_blocks + 5 * 64)
 
 
 @pytest.mark.parametrize("num_rows", [1, 31, 32, 33, 128, 129, 300, MAX_ROWS])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import Literal
 
@@ -223,7 +224,7 @@ def test_block_tables_of_all_contexts_are_planned_and_taken_when_they_come() -> 
         for num_rows in (64, 32):
             request = Request(request_id="row", prompt_token_ids=list(range(num_tokens)))
             seq = Sequence.build(request, sample_index=0, seq_id=0, max_model_len=num_tokens)
-            seq.state_slot, seq.block_table = 0, list(range(num_tokens // KV_BLOCK_SIZE))
+            seq.state_slot, seq.block_table = 0, array("q", range(num_tokens // KV_BLOCK_SIZE))
             chunk = ScheduledChunk(
                 seq=seq, start=num_tokens - 1, num_tokens=1, tail_end=num_tokens, cached_until=0,
                 mode="full", samples=True, is_fresh=False,
