@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from engine.decode_inputs import DecodeBuffers, DecodeInputs, DecodeRows, is_decode
-from engine.decode_rooms import MAX_GRAPHS, MAX_ROWS, most_room_rows, room_rows, room_tokens
+from engine.decode_rooms import (
+    MAX_ROWS,
+    GraphPlaces,
+    StepKind,
+    most_room_rows,
+    room_rows,
+    room_tokens,
+)
 from engine.engram_tables import TableRows
 from engine.kv_cache import KVCache
 from engine.layer_rows import ModelShape
@@ -57,7 +64,8 @@ class DecodeGraphs:
         # last layer's streams and what collapses them, where a replay leaves them.
         self._lookups: dict[int, Tensor] = {}
         self._outputs: tuple[Tensor, Tensor] | None = None
-        self._graphs: dict[Size, torch.cuda.CUDAGraph | None] = {}  # None: run once, not captured yet
+        self._places = GraphPlaces()
+        self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         self.num_steps = 0
         self.num_replays = 0
@@ -98,15 +106,15 @@ class DecodeGraphs:
             self._lookups[layer][:num_rows].copy_(looked_up)
 
     def _replay(self, rows: DecodeRows, size: Size) -> tuple[Tensor, Tensor]:
-        """A step by its graph, which is captured first if the last such step was the first one."""
-        if size not in self._graphs:
-            if len(self._graphs) < MAX_GRAPHS:
-                self._graphs[size] = None
+        """A step by its graph, which is captured first when such a step comes for the second time."""
+        kind = self._places.next_step(size)
+        if kind is StepKind.LAUNCH:
             return self._launch(rows)
-        graph = self._graphs[size]
-        if graph is None:
-            graph = self._graphs[size] = self._capture(rows)
-        graph.replay()
+        if kind is StepKind.CAPTURE:
+            # What gave way goes first, for its memory.
+            self._graphs = {other: graph for other, graph in self._graphs.items() if other in self._places}
+            self._graphs[size] = self._capture(rows)
+        self._graphs[size].replay()
         self.num_replays += 1
         assert self._outputs is not None, "nothing is captured before a step like it was launched"
         streams, pre = self._outputs

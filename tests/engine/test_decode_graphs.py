@@ -15,10 +15,10 @@ import torch
 
 from engine import Request, SamplingParams
 from engine.batch import upload
-from engine.config import KV_BLOCK_SIZE, ROW_PADDING, padded
+from engine.config import KV_BLOCK_SIZE
 from engine.decode_graphs import DecodeGraphs
 from engine.decode_inputs import DecodeBuffers, DecodeInputs
-from engine.decode_rooms import MAX_ROWS, room_rows, room_tokens
+from engine.decode_rooms import room_rows
 from engine.layer_rows import ModelShape
 from engine.llm_engine import LLMEngine
 from engine.scheduled_batch import ScheduledChunk
@@ -193,16 +193,3 @@ def test_a_step_sends_the_blocks_that_its_rows_have(monkeypatch: pytest.MonkeyPa
     num_blocks = sum(-(-chunk.end // KV_BLOCK_SIZE) for chunk in chunks)
     assert len(sizes) == 1, "one transfer a step"
     assert 8 * num_blocks < sizes[0] <= 8 * (num_blocks + 5 * 64)
-
-
-@pytest.mark.parametrize("num_rows", [1, 31, 32, 33, 128, 129, 300, MAX_ROWS])
-def test_rooms_have_space_and_few_sizes(num_rows: int) -> None:
-    assert num_rows <= room_rows(num_rows, 8192) < num_rows + 128
-    assert num_rows <= room_rows(num_rows, padded(num_rows)) <= padded(num_rows)
-    assert room_rows(num_rows, padded(num_rows)) % ROW_PADDING == 0
-    assert len({room_rows(n, 8192) for n in range(1, MAX_ROWS + 1)}) <= 8
-
-
-@pytest.mark.parametrize("num_tokens", [1, 1024, 1025, 2**20])
-def test_a_context_fits_its_room(num_tokens: int) -> None:
-    assert num_tokens <= room_tokens(num_tokens) <= max(1024, 2 * num_tokens)
