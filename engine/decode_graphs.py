@@ -10,7 +10,9 @@ step: a row's do not depend on who is in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -31,6 +33,23 @@ from engine.layers.ngrams import NgramTables, packed_ngram_classes
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.parallel import ExpertGroup
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Collect garbage now, and none until the end.
+
+    A finalizer frees or unlocks memory, perhaps, which ends a capture; torch does not always see to that.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        gc.collect()
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
 
 Size = tuple[int, int, int]
 """Of steps that are alike: rows, tokens of a context, and rows of the fullest rank of the group."""
@@ -125,7 +144,8 @@ class DecodeGraphs:
         assert self._outputs is not None
         graph = torch.cuda.CUDAGraph()
         # Other threads (tables read from files) go on meanwhile, on streams of their own.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        with without_collector(), capture:
             for output, found in zip(self._outputs, self._run_layers(rows), strict=True):
                 output[: rows.num_rows].copy_(found)
         return graph

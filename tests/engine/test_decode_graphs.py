@@ -5,7 +5,9 @@ On a CPU they are run as a room's first step is, which is what a GPU captures; `
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from array import array
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 from engine import Request, SamplingParams
 from engine.batch import upload
 from engine.config import KV_BLOCK_SIZE
-from engine.decode_graphs import DecodeGraphs
+from engine.decode_graphs import DecodeGraphs, without_collector
 from engine.decode_inputs import DecodeBuffers, DecodeInputs
 from engine.decode_rooms import room_rows
 from engine.layer_rows import ModelShape
@@ -193,3 +195,20 @@ def test_a_step_sends_the_blocks_that_its_rows_have(monkeypatch: pytest.MonkeyPa
     num_blocks = sum(-(-chunk.end // KV_BLOCK_SIZE) for chunk in chunks)
     assert len(sizes) == 1, "one transfer a step"
     assert 8 * num_blocks < sizes[0] <= 8 * (num_blocks + 5 * 64)
+
+
+def test_no_finalizer_runs_in_the_middle_of_a_capture() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+    ended: list[str] = []
+    weakref.finalize(Cycle(), ended.append, "before")
+    with without_collector():
+        assert ended == ["before"]
+        weakref.finalize(Cycle(), ended.append, "during")
+        _ = [[] for _ in range(10 * gc.get_threshold()[0])]
+        assert ended == ["before"]
+    assert gc.isenabled()
+    gc.collect()
+    assert ended == ["before", "during"]
