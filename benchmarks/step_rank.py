@@ -8,6 +8,7 @@ caller's.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -187,7 +188,7 @@ class SimulatedRank:
         seq = Sequence.build(
             Request(request_id="chunk", prompt_token_ids=ids), sample_index=0, seq_id=0, max_model_len=1 << 20
         )
-        seq.state_slot, seq.block_table = 0, rng.permutation(num_blocks).tolist()
+        seq.state_slot, seq.block_table = 0, array("q", rng.permutation(num_blocks).tolist())
         is_full = self.workload.decoder == "full"
         return ScheduledChunk(
             seq=seq,

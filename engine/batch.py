@@ -14,19 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import KV_BLOCK_SIZE
+from engine.config import KV_BLOCK_SIZE, ROW_PADDING, padded
 from engine.layer_rows import LayerRows, ModelShape
 from engine.layers.ngrams import NgramTables, packed_ngram_classes
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from engine.step_inputs import CompressInputs, LayerInputs, RowSet, SelectInputs, WindowInputs
-
-ROW_PADDING = 32
-"""Packed rows are padded to a multiple of this, so that vector kernels never meet a ragged tail."""
-
-
-def padded(num_rows: int) -> int:
-    """Packed rows that so many take, padding included."""
-    return -(-num_rows // ROW_PADDING) * ROW_PADDING
 
 
 def outgoing(array: np.ndarray, device: torch.device | str) -> Tensor:

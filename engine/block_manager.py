@@ -6,6 +6,7 @@ device has to make, in order. Policy (who is admitted, who gives way) is the sch
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -91,7 +92,7 @@ class BlockManager:
         assert not seq.block_table, "a running sequence was started again"
         self._hold(nodes)
         seq.nodes = list(nodes)
-        seq.block_table = [_device_block(node) for node in nodes]
+        seq.block_table = array("q", map(_device_block, nodes))
         seq.state_slot = self.states.take_device()
         if snapshot is not None:
             slot = self.states.read_snapshot(snapshot)
@@ -156,7 +157,7 @@ class BlockManager:
         """Bring an offloaded sequence back; the caller has made sure there is room."""
         assert seq.host_state is not None, "only an offloaded sequence can resume"
         self._hold(seq.nodes)
-        seq.block_table = [_device_block(node) for node in seq.nodes]
+        seq.block_table = array("q", map(_device_block, seq.nodes))
         for block in seq.host_blocks[len(seq.nodes) :]:
             seq.block_table.append(self._take_block())
             self.moves.append(Move("block", "host", "device", block, seq.block_table[-1]))
@@ -194,7 +195,7 @@ class BlockManager:
             node.device_refs -= 1
             if node.device_refs == 0:
                 self._cached[node] = None
-        seq.block_table = []
+        seq.block_table = array("q")
         if seq.state_slot is not None:
             self.states.free_device(seq.state_slot)
             seq.state_slot = None
@@ -305,7 +306,8 @@ class BlockManager:
             num_nodes = len(seq.nodes)
             device += seq.block_table[num_nodes:]
             host += seq.host_blocks[num_nodes:]
-            assert not seq.block_table or seq.block_table[:num_nodes] == [n.device_block for n in seq.nodes]
+            shared = [node.device_block for node in seq.nodes]
+            assert not seq.block_table or list(seq.block_table[:num_nodes]) == shared
             assert not seq.host_blocks or seq.host_blocks[:num_nodes] == [n.host_block for n in seq.nodes]
         assert sorted(device) == list(range(self.num_blocks)), "device blocks are lost or in two places"
         assert sorted(host) == list(range(self.num_host_blocks)), "host blocks are lost or in two places"

@@ -20,7 +20,15 @@ ExchangePath = Literal["none", "all_to_all", "peer_memory"]
 KV_BLOCK_SIZE = 64
 """Tokens in one KV block: 32 compressed entries at ratio 2, 64 at ratio 1."""
 
+ROW_PADDING = 32
+"""Packed rows are padded to a multiple of this, so that vector kernels never meet a ragged tail."""
+
 _MOST, _MOST_BYTES = 2**31 - 1, 2**48  # what indices of 32 bits number, and what an address space holds
+
+
+def padded(num_rows: int) -> int:
+    """Packed rows that so many take, padding included."""
+    return -(-num_rows // ROW_PADDING) * ROW_PADDING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

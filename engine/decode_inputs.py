@@ -1,6 +1,6 @@
 """The index tensors of a step in which every sequence runs one row, computed on the device.
 
-Such a step differs from the last one only in what ``DecodeRows`` holds: a row's token, position, state slot
+Such a step differs from the last one only in what ``DecodeRows`` names: a row's token, position, state slot
 and KV blocks. All that layers gather by follows from these, in operations whose shapes depend on nothing else
 than how many rows and tokens there is room for; so a step can be captured once and replayed. It must not look
 at the host's sequences: what it answers is the same for every step that fits.
@@ -9,19 +9,18 @@ at the host's sequences: what it answers is the same for every step that fits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import outgoing
+from engine.batch import upload
+from engine.block_manager import num_blocks_for
 from engine.config import KV_BLOCK_SIZE
 from engine.layer_rows import ModelShape
 from engine.scheduled_batch import ScheduledChunk
 from engine.step_inputs import CompressInputs, LayerInputs, RowSet, SelectInputs, WindowInputs
-
-_Array = TypeVar("_Array", Tensor, np.ndarray)
 
 _TOKEN, _POSITION, _SLOT = range(3)
 
@@ -32,35 +31,70 @@ def is_decode(chunk: ScheduledChunk) -> bool:
     return is_last and chunk.num_tokens == 1 and chunk.cached_until <= chunk.start
 
 
+@dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Room on the device for the rows of one step: ``num_rows`` of them, in contexts up to ``num_tokens``.
+    """Where the rows of one step lie on the device, padding included, in contexts up to ``num_tokens``.
 
     ``facts`` [3, num_rows] int64: token, position, state slot (-1: padding, a row of its own at position 0).
-    ``block_tables`` [num_rows, num_tokens / KV_BLOCK_SIZE] int64.
+    ``block_tables`` [num_rows, num_tokens / KV_BLOCK_SIZE] int64. Behind a row's own blocks, and in padding
+    rows, stands what other steps left: numbers of blocks that there are, whoever's. Who reads such an entry
+    may look into that block, and has to mask what it finds there by the row's position or slot.
     """
 
-    def __init__(self, num_rows: int, num_tokens: int, device: torch.device) -> None:
-        self.num_rows = num_rows
-        self.num_tokens = num_tokens
-        self._num_blocks = num_tokens // KV_BLOCK_SIZE
-        self._all = torch.zeros(num_rows * (3 + self._num_blocks), dtype=torch.int64, device=device)
-        self.facts, self.block_tables = self._views(self._all)
+    facts: Tensor
+    block_tables: Tensor
 
-    def load(self, chunks: Sequence[ScheduledChunk]) -> None:
+    @property
+    def num_rows(self) -> int:
+        """Rows with padding."""
+        return self.facts.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the longest context that there is room for."""
+        return self.block_tables.shape[1] * KV_BLOCK_SIZE
+
+
+class DecodeBuffers:
+    """Where rooms of up to ``max_rows`` rows have their rows: all rooms in the same place.
+
+    Steps come one after another, in one stream, and each brings all that it reads. Nothing is ever moved or
+    freed, as graphs read it where it is. A context's size takes memory from its first step on.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._facts = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
+        self._block_tables: dict[int, Tensor] = {}  # by tokens of a context
+
+    def load(self, chunks: Sequence[ScheduledChunk], num_rows: int, num_tokens: int) -> DecodeRows:
         """Send a step's rows to the device; the host does not wait."""
-        everything = np.zeros(self._all.shape[0], dtype=np.int64)
-        facts, tables = self._views(everything)
+        device, max_rows = self._facts.device, self._facts.shape[1]
+        if num_tokens not in self._block_tables:
+            # Zeros: an entry that no step has brought yet is the number of a block, too.
+            self._block_tables[num_tokens] = torch.zeros(
+                max_rows, num_tokens // KV_BLOCK_SIZE, dtype=torch.int64, device=device
+            )
+        tables = self._block_tables[num_tokens]
+        rows = DecodeRows(self._facts[:, :num_rows], tables[:num_rows])
+        facts = np.zeros((3, num_rows), dtype=np.int64)
         facts[_SLOT] = -1
-        for row, chunk in enumerate(chunks):
-            facts[:, row] = chunk.seq.token_ids[chunk.start], chunk.start, chunk.seq.state_slot
-            blocks = chunk.seq.block_table[: self._num_blocks]
-            tables[row, : len(blocks)] = blocks
-        self._all.copy_(outgoing(everything, self._all.device), non_blocking=True)
-
-    def _views(self, everything: _Array) -> tuple[_Array, _Array]:
-        num_facts = 3 * self.num_rows
-        tables = everything[num_facts:].reshape(self.num_rows, self._num_blocks)
-        return everything[:num_facts].reshape(3, self.num_rows), tables
+        facts[:, : len(chunks)] = np.transpose(
+            [(chunk.seq.token_ids[chunk.start], chunk.start, chunk.seq.state_slot) for chunk in chunks]
+        )
+        # Only blocks that the step's sequences have travel: tables of long contexts are mostly room.
+        blocks = [chunk.seq.block_table[: num_blocks_for(chunk.end)] for chunk in chunks]
+        counts = np.array(list(map(len, blocks)))
+        # How far each row's blocks are sent from where they belong in all tables.
+        moves = np.arange(len(chunks)) * tables.shape[1] - (np.cumsum(counts) - counts)
+        sent = upload(np.concatenate([facts.ravel(), moves, counts, *blocks]), device)
+        sizes = [facts.size, len(chunks), len(chunks), int(counts.sum())]
+        sent_facts, sent_moves, sent_counts, sent_blocks = torch.split(sent, sizes)
+        rows.facts.copy_(sent_facts.view(facts.shape))
+        # Told how many there are, torch does not ask the device.
+        places = torch.repeat_interleave(sent_moves, sent_counts, output_size=sizes[-1])
+        places += torch.arange(sizes[-1], device=device)
+        tables.view(-1).index_copy_(0, places, sent_blocks)
+        return rows
 
 
 class DecodeInputs:
@@ -112,6 +146,7 @@ class DecodeInputs:
             in_state = self._states[:, None] * num_stored + token % ratio
             own = self._num_states * num_stored + self._numbers[:, None]
             is_complete = (self._positions + 1) % ratio == 0
+            # Of a padding row somebody's block, perhaps: its slot is -1.
             block = self._room.block_tables.gather(1, group[:, None] // per_block)[:, 0]
             slots = self._where_real(block * per_block + group % per_block)
             kept = self._where_real(self._states * num_stored + self._positions % ratio)
@@ -126,7 +161,7 @@ class DecodeInputs:
         return self._compress[ratio]
 
     def select_inputs(self, layer: int, ratio: int) -> SelectInputs:
-        """Entries up to each row's position."""
+        """Entries up to each row's position: all that is behind them in a table is masked by that."""
         if ratio not in self._selects:
             visible = torch.where(self._is_real, (self._positions + 1) // ratio, 0)
             self._selects[ratio] = SelectInputs(

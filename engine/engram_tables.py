@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import padded, upload
+from engine.batch import upload
 from engine.checkpoint import StoredTensor
-from engine.config import TablePlace
+from engine.config import TablePlace, padded
 from engine.errors import ConfigError
 from engine.layers.ngrams import NgramTables, ngram_classes
 from engine.layers.ops import Ops

@@ -6,7 +6,8 @@ knows only its own part.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -51,6 +52,7 @@ class LLMEngine:
         self.scheduler = Scheduler(_scheduler_config(resolved), runner.shape)
         self._requests: dict[str, _RequestState] = {}
         self._next_seq_id = 0
+        self._death: EngineDead | None = None
 
     @classmethod
     def build(cls, config: EngineConfig, place: ReplicaPlace | None = None) -> LLMEngine:
@@ -64,6 +66,7 @@ class LLMEngine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request, one sequence a sample. Raises ``RequestRejected`` and keeps nothing of it."""
+        self._expect_alive()
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id} is in the engine already")
         outside = next((t for t in request.prompt_token_ids if not 0 <= t < self._vocab_size), None)
@@ -110,52 +113,68 @@ class LLMEngine:
         return self.scheduler.has_unfinished()
 
     def step(self) -> list[RequestOutput]:
-        """One batch. Raises ``EngineDead`` when the device fails, ``PeerLost`` when another rank does.
+        """One batch. Raises ``PeerLost`` when another rank fails, ``EngineDead`` for all else that fails.
 
-        The engine is then unusable.
+        The other ranks' step then ends, and whatever this engine is asked to do raises the same.
         """
-        return self._run_step(self.scheduler.schedule()) or []
+        with self._until_death():
+            return self._run_step(self.scheduler.schedule()) or []
 
     def try_step_only(self, request_ids: Collection[str]) -> list[RequestOutput] | None:
         """One batch of these requests alone; None when none of them has room now. Raises as ``step``."""
         only = {seq.seq_id for name in request_ids for seq in self._requests[name].sequences}
-        outputs = self._run_step(self.scheduler.schedule(only))
+        with self._until_death():
+            outputs = self._run_step(self.scheduler.schedule(only))
         self.await_device()
         return outputs
 
     def await_device(self) -> None:
-        """Until all that steps asked for is done. Raises ``EngineDead`` for what failed late."""
-        try:
+        """Until all that steps asked for is done. Raises as ``step``, for what failed late."""
+        with self._until_death():
             self.runner.await_device()
-        except RuntimeError as error:
-            raise self._failed(error) from error
 
     def _run_step(self, batch: ScheduledBatch | None) -> list[RequestOutput] | None:
-        group = self.runner.group
-        try:
-            if batch is None:
-                if group is not None:
-                    self.runner.join()
-                    if group.is_over:
-                        group.disconnect()
-                return None
-            logits = self.runner.run(batch)
-            if self.runner.is_read_ahead:
-                spans = self.scheduler.upcoming()
-                self.runner.look_ahead([(seq.token_ids, start, end) for seq, start, end in spans])
-            sampled = self._sampler.sample(logits, self._sampling_rows(batch))
-        except RuntimeError as error:
-            raise self._failed(error) from error
+        if batch is None:
+            group = self.runner.group
+            if group is not None:
+                self.runner.join()
+                if group.is_over:
+                    group.disconnect()
+            return None
+        logits = self.runner.run(batch)
+        if self.runner.is_read_ahead:
+            spans = self.scheduler.upcoming()
+            self.runner.look_ahead([(seq.token_ids, start, end) for seq, start, end in spans])
+        sampled = self._sampler.sample(logits, self._sampling_rows(batch))
         self.scheduler.finish_step(batch)
         return self._update(batch, sampled)
 
-    def _failed(self, error: RuntimeError) -> EngineDead:
+    @contextmanager
+    def _until_death(self) -> Iterator[None]:
+        """What fails in here is this engine's end: neither its device nor its own books are trusted again.
+
+        Of our own mistakes, too: a rank that only fell out of a step would leave the others waiting for it.
+        """
+        self._expect_alive()
+        try:
+            yield
+        except Exception as error:
+            self._death = self._failed(error)
+            raise self._death from error
+
+    def _expect_alive(self) -> None:
+        if self._death is not None:
+            raise type(self._death)(str(self._death))
+
+    def _failed(self, error: Exception) -> EngineDead:
         has_lost_peer, group = isinstance(error, PeerLost), self.runner.group
         if group is not None:
-            has_lost_peer |= group.has_waited_in_vain
+            # Only a device fails for having waited; a mistake on the host is one however long the step took.
+            has_lost_peer |= isinstance(error, RuntimeError) and group.has_waited_in_vain
             group.abandon()
         kind = PeerLost if has_lost_peer else EngineDead
-        return kind(f"the step failed: {error}")
+        reason = error if isinstance(error, EngineDead) else f"{type(error).__name__}: {error}"
+        return kind(f"the step failed: {reason}")
 
     @property
     def is_shared(self) -> bool:
@@ -180,6 +199,7 @@ class LLMEngine:
 
     def restart(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         """Forget all cached prefixes and go on within other limits; the loaded model and its memory stay."""
+        self._expect_alive()
         if self.has_unfinished():
             raise ValueError("an engine is restarted only when nothing is unfinished")
         built = self.runner.resolved

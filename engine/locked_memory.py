@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,7 +26,18 @@ def lock_pages(memory: np.ndarray, purpose: str) -> None:
         raise ConfigError(
             f"{purpose}, but {memory.nbytes} bytes of host memory cannot be page-locked (CUDA error {code})"
         )
-    weakref.finalize(memory, runtime.cudaHostUnregister, address)
+    ending = weakref.finalize(
+        memory, _unlock, torch.cuda.current_device(), runtime.cudaHostUnregister, address
+    )
+    # With the process the driver lets go of it, and waits for no device that waits for another rank, perhaps.
+    ending.atexit = False
+
+
+def _unlock(device: int, unregister: Callable[[int], object], address: int) -> None:
+    """Once the device has done what it was asked, copies among it. One that failed does nothing more."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize(device)
+    unregister(address)
 
 
 def locked_zeros(shape: tuple[int, ...], dtype: torch.dtype, purpose: str) -> Tensor:

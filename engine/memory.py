@@ -20,7 +20,7 @@ from engine.config import (
     resolve_block_counts,
     resolve_max_model_len,
 )
-from engine.decode_rooms import GRAPH_BYTES_A_LAYER, MAX_GRAPHS, MAX_ROWS, room_bytes, room_rows
+from engine.decode_rooms import GRAPH_BYTES_A_LAYER, MAX_GRAPHS, most_room_rows, room_bytes
 from engine.errors import ConfigError
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
 
@@ -159,10 +159,10 @@ def estimate_memory(
         num_staging_bytes=0,
     )
     if config.cuda_graphs and on_gpu and has_kernels:
-        most_rows = min(config.max_num_seqs, config.max_num_batched_tokens, MAX_ROWS)
+        most_rows = most_room_rows(config.max_num_seqs, config.max_num_batched_tokens)
         launches = MAX_GRAPHS * model.num_hidden_layers * GRAPH_BYTES_A_LAYER
-        rooms = scratch(room_rows(most_rows, MAX_ROWS)) + room_bytes(most_rows, max_model_len)
-        found = replace(found, num_graph_bytes=rooms + launches)
+        rooms = room_bytes(most_rows, max_model_len) + most_rows * _room_row_bytes(model, _ITEM_BYTES[dtype])
+        found = replace(found, num_graph_bytes=launches + scratch(most_rows) + rooms)
     place, reason = _place_of_tables(config, found, allowed_bytes, on_gpu=on_gpu, has_kernels=has_kernels)
     staging = staging_bytes(model, config, place, _ITEM_BYTES[dtype], tables) if on_gpu else 0
     return replace(found, engram=place, engram_reason=reason, num_staging_bytes=staging)
@@ -202,6 +202,13 @@ def staging_bytes(
     if place == "host":
         return len(model.engram_layer_ids) * num_lookups * model.engram_head_dim * item_bytes
     return sum(num_lookups * (tensor.num_bytes // tensor.shape[0]) for tensor in tables)
+
+
+def _room_row_bytes(model: DeepseekV41Config, item_bytes: int) -> int:
+    """Of a row of the largest room: what its n-grams look up, and its streams with what collapses them."""
+    num_lookups = (model.engram_max_ngram_size - 1) * model.engram_n_heads * len(model.engram_layer_ids)
+    streams = model.hc_mult * (model.hidden_size * item_bytes + 4)
+    return num_lookups * model.engram_head_dim * item_bytes + streams
 
 
 def check_model_len(config: EngineConfig) -> None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from engine.batch import padded
+from engine.config import padded
 from engine.models.deepseek_v41_config import DeepseekV41Config
 from kernels.moe import ALIGNMENT, Routes, SlotHomes
 from kernels.number_formats import SCALE_BLOCK, ActivationMode, QuantisedRows

@@ -6,6 +6,7 @@ and the block manager write it. It knows nothing of tensors, sampling or text.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -47,7 +48,8 @@ class Sequence:
     wanted_ends: tuple[int, ...] = ()
     """Ends at which a snapshot is taken, fixed at admission: rows cut before cannot be had later."""
     prefix_ends: tuple[int, ...] = ()
-    block_table: list[int] = field(default_factory=list)
+    block_table: array[int] = field(default_factory=lambda: array("q"))
+    """Numbers as a device reads them: those of a long context are sent as they are, every step."""
     state_slot: int | None = None
     nodes: list[PrefixNode] = field(default_factory=list)
     """The prefix-cache nodes of the first ``len(nodes)`` blocks of ``block_table``."""

@@ -7,6 +7,7 @@ it knows no scheduler, no sampler and no queue.
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -214,7 +215,8 @@ def _start(loaded: LoadedModel, runs: SequenceOf[PromptRun], *, is_quantised: bo
         )
         run.sequence.state_slot = index + 1
         num_blocks = -(-len(run.prompt) // 64)
-        run.sequence.block_table = [free.pop((7 * index + 5) % len(free)) for _ in range(num_blocks)]
+        blocks = (free.pop((7 * index + 5) % len(free)) for _ in range(num_blocks))
+        run.sequence.block_table = array("q", blocks)
     return cache
 
 

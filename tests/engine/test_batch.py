@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from engine.api import Request
-from engine.batch import ROW_PADDING, BatchInputs
-from engine.config import KV_BLOCK_SIZE
+from engine.batch import BatchInputs
+from engine.config import KV_BLOCK_SIZE, ROW_PADDING
 from engine.layer_rows import ModelShape, replay_start
 from engine.layers.ngrams import NgramTables
 from engine.scheduler import ScheduledBatch, ScheduledChunk
@@ -54,7 +55,7 @@ def random_step(seed: int, mode: str) -> Step:
         )
         seq = Sequence.build(request, sample_index=0, seq_id=index, max_model_len=4096)
         seq.state_slot = slots.pop()
-        seq.block_table = [blocks.pop() for _ in range(-(-length // KV_BLOCK_SIZE))]
+        seq.block_table = array("q", (blocks.pop() for _ in range(-(-length // KV_BLOCK_SIZE))))
         chunks.append(
             ScheduledChunk(
                 seq=seq,
@@ -202,7 +203,7 @@ def test_visible_entries_and_their_blocks(seed: int, mode: str, ratio: int) -> N
     assert select.entries_per_block == KV_BLOCK_SIZE // ratio
     for row, (index, _) in enumerate(rows):
         table = step.chunks[index].seq.block_table
-        assert select.block_tables[select.chunks[row]].tolist()[: len(table)] == table
+        assert select.block_tables[select.chunks[row]].tolist()[: len(table)] == list(table)
 
 
 @SEEDS

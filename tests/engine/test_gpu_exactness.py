@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from pathlib import Path
 
 import pytest
@@ -148,7 +149,7 @@ def test_c09_scratch_does_not_grow_with_the_context(tmp_path: Path) -> None:
             seq_id=0,
             max_model_len=300_000,
         )
-        seq.state_slot, seq.block_table = 0, list(range(length // 64))
+        seq.state_slot, seq.block_table = 0, array("q", range(length // 64))
         chunk = ScheduledChunk(
             seq=seq,
             start=length - 4096,

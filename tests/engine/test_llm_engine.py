@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -240,6 +241,43 @@ def test_a_device_failure_kills_the_engine_not_the_row() -> None:
     engine.add_request(Request(request_id="r", prompt_token_ids=PROMPT, sampling=GREEDY))
     with pytest.raises(EngineDead, match="the device is gone"):
         engine.step()
+
+
+@pytest.mark.parametrize("error", [ValueError, AssertionError, IndexError, TypeError, OSError])
+@pytest.mark.parametrize("place", ["runner.run", "scheduler.schedule", "scheduler.finish_step"])
+def test_any_failure_of_a_step_is_the_engines_end_and_its_groups(
+    monkeypatch: pytest.MonkeyPatch, place: str, error: type[Exception]
+) -> None:
+    """What went wrong is told by name; nobody is left waiting; nothing goes on with books that are wrong."""
+    engine, calls = build_engine(TINY), []
+    group = SimpleNamespace(
+        agree=lambda *_, **__: None, abandon=lambda: calls.append("abandon"), has_waited_in_vain=True
+    )
+    monkeypatch.setattr(engine.runner, "group", group)
+
+    def broken(*_: object) -> None:
+        calls.append("broken")
+        raise error("expected [n, 3]")
+
+    engine.add_request(Request(request_id="r", prompt_token_ids=PROMPT, sampling=GREEDY))
+    owner, name = place.split(".")
+    monkeypatch.setattr(getattr(engine, owner), name, broken)
+    with pytest.raises(EngineDead, match=rf"{error.__name__}: expected \[n, 3\]") as told:
+        engine.step()
+    assert type(told.value) is EngineDead, "no other rank is to blame, however long the step took"
+    assert type(told.value.__cause__) is error
+    assert calls == ["broken", "abandon"]
+    other = Request(request_id="s", prompt_token_ids=PROMPT, sampling=GREEDY)
+    for ask in (
+        engine.step,
+        engine.await_device,
+        lambda: engine.try_step_only(["r"]),
+        lambda: engine.add_request(other),
+        lambda: engine.restart(max_num_seqs=1, max_num_batched_tokens=1),
+    ):
+        with pytest.raises(EngineDead, match=rf"{error.__name__}: expected \[n, 3\]"):
+            ask()
+    assert calls == ["broken", "abandon"]
 
 
 def test_bfloat16_is_as_exact_as_float32() -> None:

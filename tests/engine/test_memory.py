@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,9 @@ from tokenizers import Tokenizer
 
 from benchmarks import make_checkpoint
 from engine import ConfigError, EngineConfig, MemoryEstimate, Request, SamplingParams, estimate_memory
+from engine.config import KV_BLOCK_SIZE
+from engine.decode_inputs import DecodeBuffers
+from engine.decode_rooms import GRAPH_BYTES_A_LAYER, MAX_GRAPHS, most_room_rows, room_bytes
 from engine.engram_tables import EngramTables
 from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import build_ngram_tables
@@ -20,7 +24,10 @@ from engine.loader import WeightReader
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.models.deepseek_v41_config import load_model_config
 from engine.peer_memory import ExchangeSize
+from engine.scheduled_batch import ScheduledChunk
+from engine.sequence import Sequence
 from tests.conftest import ROOT
+from tests.engine.test_decode_graphs import with_rooms
 
 FOLDERS = [ROOT / "tests" / "data" / "tiny", ROOT / "tests" / "data" / "tiny-quant"]
 
@@ -43,6 +50,12 @@ def tensors_of(found: object, seen: set[int]) -> list[torch.Tensor]:
     else:
         return []
     return [tensor for value in values for tensor in tensors_of(value, seen)]
+
+
+def held_bytes(found: object, seen: set[int]) -> int:
+    """Of the storages behind them."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(found, seen)}
+    return sum(storages.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -170,15 +183,54 @@ def run_row(engine: LLMEngine, prompt: tuple[int, ...]) -> str:
 
 
 def test_a_long_limit_costs_short_rows_nothing(small: Path) -> None:
-    """All tensors of an engine, at 8 k and at 1 M."""
+    """All tensors of an engine whose row was decoded in a room, at 8 k and at 1 M."""
     sizes = []
     for limit in (8192, 1 << 20):
         config = EngineConfig(
             model=str(small), device="cpu", max_model_len=limit, num_kv_blocks=4, host_memory_bytes=0
         )
-        runner = LLMEngine.build(config).runner
-        sizes.append(sum(t.untyped_storage().nbytes() for t in tensors_of(runner, set())))
+        engine = LLMEngine.build(config)
+        rooms = with_rooms(engine)
+        run_row(engine, (5, 6, 7))
+        assert rooms.num_steps > 0
+        sizes.append(held_bytes(engine.runner, set()))
     assert sizes[0] == sizes[1]
+
+
+def test_rooms_take_what_is_planned_for_them() -> None:
+    """Steps of 40 rows and fewer, in rooms of 64 and of 32."""
+    limits = {"model": str(FOLDERS[0]), "dtype": "float32", "max_num_seqs": 40, "max_model_len": 1024}
+    engine = LLMEngine.build(EngineConfig(**limits, device="cpu", num_kv_blocks=64, host_memory_bytes=0))
+    rooms, seen = with_rooms(engine), set[int]()
+    tensors_of([engine.runner.model, engine.runner.cache, engine.runner.engram_tables], seen)
+    for index in range(40):
+        sampling = SamplingParams(max_tokens=4 + index // 20, temperature=0.0, ignore_eos=True)
+        engine.add_request(Request(request_id=str(index), prompt_token_ids=(5 + index,), sampling=sampling))
+    while engine.has_unfinished():
+        engine.step()
+    assert rooms.num_steps == 5
+    facts, tables, lookups, outputs = 3 * 8, 16 * 8, 2 * 3 * 2 * 32 * 4, 4 * (64 * 4 + 4)
+    assert held_bytes(rooms, seen) == 64 * (facts + tables + lookups)
+    on_gpu = {"kernel_impl": "triton", "engram": "gpu", **limits}
+    plan = estimate_memory(EngineConfig(**on_gpu), is_gpu=True)
+    step = estimate_memory(EngineConfig(**on_gpu, max_num_batched_tokens=64), is_gpu=True).num_scratch_bytes
+    launches = MAX_GRAPHS * engine.runner.shape.num_layers * GRAPH_BYTES_A_LAYER
+    assert plan.num_graph_bytes - launches - step == 64 * (facts + tables + lookups + outputs)
+
+
+def test_block_tables_of_all_contexts_are_planned_and_taken_when_they_come() -> None:
+    buffers = DecodeBuffers(most_room_rows(40, 2048), torch.device("cpu"))
+    for num_tokens in (1024, 2048, 4096):
+        for num_rows in (64, 32):
+            request = Request(request_id="row", prompt_token_ids=list(range(num_tokens)))
+            seq = Sequence.build(request, sample_index=0, seq_id=0, max_model_len=num_tokens)
+            seq.state_slot, seq.block_table = 0, array("q", range(num_tokens // KV_BLOCK_SIZE))
+            chunk = ScheduledChunk(
+                seq=seq, start=num_tokens - 1, num_tokens=1, tail_end=num_tokens, cached_until=0,
+                mode="full", samples=True, is_fresh=False,
+            )  # fmt: skip
+            buffers.load([chunk], num_rows, num_tokens)
+            assert held_bytes(buffers, set()) == room_bytes(64, num_tokens)
 
 
 @pytest.fixture(scope="module")

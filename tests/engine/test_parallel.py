@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.queues import Queue
@@ -128,6 +129,19 @@ def stand_still(engine: LLMEngine) -> None:
     engine.runner.group.agree = deadly  # type: ignore[method-assign]
 
 
+def break_a_rule(engine: LLMEngine) -> None:
+    """Have an argument refused as soon as the ranks have agreed on the step, in a process that lives on."""
+    assert engine.runner.group is not None
+    agree = engine.runner.group.agree
+    threading.Thread(target=time.sleep, args=(2 * WAIT_S,)).start()
+
+    def deadly(rows: Sequence[int], *, has_work: bool) -> None:
+        agree(rows, has_work=has_work)
+        raise ValueError("rows: expected [n, 3]")
+
+    engine.runner.group.agree = deadly  # type: ignore[method-assign]
+
+
 class Ranks:
     """Processes of one group and what they tell."""
 
@@ -214,6 +228,19 @@ def test_a_rank_killed_in_mid_step_ends_it_for_all_within_seconds(
     assert time.monotonic() - died_at < WAIT_S / 4, "told by the connection, not by the timeout"
     assert sorted(answers) == [rank for rank in range(num_ranks) if rank != 1]
     assert all(type(answer) is PeerLost for answer in answers.values())
+
+
+def test_a_rank_that_falls_out_of_a_step_by_a_mistake_leaves_nobody_waiting(started: list[Ranks]) -> None:
+    requests = [build_requests(rank, 2) for rank in range(2)]
+    ranks = Ranks(settings_of(MODELS["tiny"]), requests, dies=(1, 2), die=break_a_rule)
+    started.append(ranks)
+    answers = ranks.answers(1)
+    told_at = time.monotonic()
+    answers |= ranks.answers(1)
+    assert time.monotonic() - told_at < WAIT_S / 4
+    assert type(answers[0]) is PeerLost
+    assert type(answers[1]) is EngineDead
+    assert "ValueError: rows: expected [n, 3]" in str(answers[1])
 
 
 @pytest.mark.parametrize(
