@@ -26,7 +26,6 @@ from kernels.moe import (
     split_gate,
     swiglu,
 )
-from kernels.moe.routing import plan_slots
 from tests.kernels.contract import errors_of
 from tests.kernels.moe_cases import random_mxfp4
 
@@ -65,17 +64,18 @@ def measure_prefill(g: torch.Generator, w13: PreparedMxfp4, w2: PreparedMxfp4) -
         ms = sustained_ms(layer, 1.5)
         results[mode] = ms
         print(f"{mode:8} layer {ms:7.3f} ms  {4096 * TOP_K * FLOPS / ms / 1e9:6.0f} TFLOP/s")
-    plan = plan_slots(routes.expert_ids, EXPERTS, 256)
     hidden = torch.empty(4096 * TOP_K, INTERMEDIATE, dtype=torch.bfloat16, device="cuda").normal_()
     for mode in ("row", "release"):
-        rows = hopper_op.SortedRows(x, plan.position, TOP_K, mode, has_wide=False)
-        inner = hopper_op.SortedRows(hidden, plan.position, 1, mode, has_wide=False)
+        plans = hopper_op.Plans(routes.expert_ids, EXPERTS, 64, mode, has_wide=False)
+        position = plans.position
+        rows = hopper_op.SortedRows(x, position, TOP_K, mode, has_wide=False)
+        inner = hopper_op.SortedRows(hidden, position, 1, mode, has_wide=False)
         parts = {
-            "plan": lambda: plan_slots(routes.expert_ids, EXPERTS, 256),
-            "rows": lambda m=mode: hopper_op.SortedRows(x, plan.position, TOP_K, m, has_wide=False),
-            "w13": lambda r=rows: hopper_op.product(r, w13, plan, routes, hidden, LIMIT, 64),
-            "hidden": lambda m=mode: hopper_op.SortedRows(hidden, plan.position, 1, m, has_wide=False),
-            "w2": lambda r=inner: hopper_op.product(r, w2, plan, routes, slots, LIMIT, 64),
+            "plan": lambda m=mode: hopper_op.Plans(routes.expert_ids, EXPERTS, 64, m, has_wide=False),
+            "rows": lambda m=mode, p=position: hopper_op.SortedRows(x, p, TOP_K, m, has_wide=False),
+            "w13": lambda r=rows, p=plans: hopper_op.product(r, w13, p, routes, hidden, LIMIT, 64),
+            "hidden": lambda m=mode, p=position: hopper_op.SortedRows(hidden, p, 1, m, has_wide=False),
+            "w2": lambda r=inner, p=plans: hopper_op.product(r, w2, p, routes, slots, LIMIT, 64),
             "combine": lambda: combine_experts(slots, x, out=combined),
         }
         for name, launch in parts.items():

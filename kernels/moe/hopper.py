@@ -5,83 +5,25 @@ warp brings rows and packed weights to shared memory; two consumer warpgroups, 6
 weights in registers while the tensor cores run. Weights are the left operand, so any number of rows uses one
 instruction family with one order of the depth: a row's bits do not depend on how many rows its expert has.
 
-The tensor cores cut a running fp8 sum to about 14 bits, so every 128 products are added in fp32.
-
-Widening is exact. To e4m3, a group's exponent, relative to its row's base, goes into the number's own
-exponent (12 of them fit); to bfloat16, any exponent fits. Tiles with a wider row take the second way.
+``hopper_sums.py`` has the sums: to e4m3 not every weight can be widened, so tiles with a row of too many
+exponents are multiplied in bfloat16.
 """
 
 # mypy: ignore-errors
+# ruff: noqa: RUF005
 # (The bodies of kernels are another language in Python's clothes.)
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from kernels.moe.hopper_sums import ROW_PAIRS, TAIL, multiply, multiply_halves
 
 IS_TRITON_3_6 = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 """Later versions gave the method a public name."""
 LOG2_E = gl.constexpr(1.4426950408889634)
-# A warpgroup's packed words as loaded, and as [row pair, lane of four, group, row of the pair, code].
-WORDS = gl.constexpr(gl.BlockedLayout([1, 32], [8, 4], [4, 1], [1, 0]))
-UNITS = gl.constexpr(gl.BlockedLayout([1, 1, 4, 2, 4], [8, 4, 1, 1, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0]))
-ROW_PAIRS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, UNITS.value))))
-# Scale words, [4 * (row of the pair) + warp, lane / 4].
-SCALES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[4, 0]], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]], [], [8, 8]
-    )
-)
-GROUPS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, UNITS.value)))))
-
-# Widening comes in two parts, because the compiler runs products one by one when anything writes a register
-# that a product reads while another product is under way. The first part does the work beside a product, the
-# second writes such registers. Eight e2m1 codes -> twice four magnitudes in e4m3, looked up among the eight
-# of their group, and twice four bytes whose top bits are the signs.
-LOOK_UP_E4M3 = gl.constexpr("""{
-    .reg .b32 s, x;
-    and.b32 s, $4, 0x77777777;
-    prmt.b32 $0, $5, $9, s;
-    shr.b32 s, s, 16;
-    prmt.b32 $1, $5, $9, s;
-    shl.b32 x, $4, 4;
-    prmt.b32 $2, $4, x, 0x9D8C;
-    prmt.b32 $3, $4, x, 0xBFAE;
-}""")
-SIGN_E4M3 = gl.constexpr("lop3.b32 $0, $1, $2, 0x80808080, 0xF8;")
-# Eight e2m1 codes -> twice four bfloat16 numbers: high and low bytes are looked up apart.
-LOOK_UP_BF16 = gl.constexpr("""{
-    .reg .b32 s, h, l, p, x, t, u, v, y;
-    and.b32 s, $4, 0x77777777;
-    shl.b32 x, $4, 4;
-    mov.b32 t, 0x3F3F3F00;
-    mov.b32 u, 0x40404040;
-    mov.b32 v, 0xC0800000;
-    mov.b32 y, 0xC0804000;
-    prmt.b32 h, t, u, s;
-    prmt.b32 p, $4, x, 0x9D8C;
-    lop3.b32 h, h, p, 0x80808080, 0xF8;
-    prmt.b32 l, v, y, s;
-    prmt.b32 $0, l, h, 0x5140;
-    prmt.b32 $1, l, h, 0x7362;
-    shr.b32 s, s, 16;
-    prmt.b32 h, t, u, s;
-    prmt.b32 p, $4, x, 0xBFAE;
-    lop3.b32 h, h, p, 0x80808080, 0xF8;
-    prmt.b32 l, v, y, s;
-    prmt.b32 $2, l, h, 0x5140;
-    prmt.b32 $3, l, h, 0x7362;
-}""")
-SCALE_BF16 = gl.constexpr("""{
-    mul.rn.bf16x2 $0, $2, $4;
-    mul.rn.bf16x2 $1, $3, $4;
-}""")
 NARROW = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 
@@ -94,181 +36,18 @@ def _reinterpreted(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.co
 
 
 @gluon.jit
-def _load_units(packed_smem, scale_smem):
-    """A warpgroup's codes [32, 4, 4, 2, 4], and the scale bytes of its rows' four groups as words [32, 2]."""
-    packed = packed_smem.load(WORDS).reshape([32, 4, 4, 2, 4])
-    packed = gl.convert_layout(packed, UNITS, assert_trivial=True)
-    scales = scale_smem.load(SCALES).reshape([2, 4, 8]).permute((1, 2, 0)).reshape([32, 2])
-    return packed, gl.convert_layout(scales, ROW_PAIRS, assert_trivial=True)
-
-
-@gluon.jit
-def _group_bytes(words):
-    """[32, 2] words -> [32, 1, 4, 2, 1]: the byte of each group."""
-    words = gl.expand_dims(gl.expand_dims(gl.expand_dims(words, 1), 2), 4)
-    shift = 8 * gl.arange(0, 4, GROUPS)
-    shift = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(shift, 0), 1), 3), 4)
-    return (words >> shift) & 0xFF
-
-
-@gluon.jit
-def _look_up_e4m3(packed_smem, scale_smem, base):
-    """Magnitudes and signs of the first and the second four codes of each word."""
-    packed, scales = _load_units(packed_smem, scale_smem)
-    exponent = _group_bytes(scales - base)
-    small = exponent * 0x08080800 + 0x14100800
-    large = exponent * 0x08080808 + 0x24201C18
-    types: gl.constexpr = (gl.uint8, gl.uint8, gl.uint8, gl.uint8)
-    return gl.inline_asm_elementwise(
-        LOOK_UP_E4M3, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [packed, small, large], types, False, 4
-    )
-
-
-@gluon.jit
-def _finish_e4m3(first, second, first_sign, second_sign, mma_layout: gl.constexpr):
-    """[64, 128] e4m3, columns in the order of ``prepare_experts``."""
-    first = gl.inline_asm_elementwise(SIGN_E4M3, "=r,r,r", [first, first_sign], gl.float8e4nv, False, 4)
-    second = gl.inline_asm_elementwise(SIGN_E4M3, "=r,r,r", [second, second_sign], gl.float8e4nv, False, 4)
-    both = gl.join(first, second).reshape([4, 8, 4, 4, 2, 4, 2]).permute((0, 4, 1, 6, 3, 2, 5))
-    return gl.convert_layout(both.reshape([64, 128]), gl.DotOperandLayout(0, mma_layout, 4))
-
-
-@gluon.jit
-def _look_up_bf16(packed_smem, scale_smem):
-    """Unscaled numbers of the first and the second four codes of each word, and pairs of their scale."""
-    packed, scales = _load_units(packed_smem, scale_smem)
-    first, second = gl.inline_asm_elementwise(
-        LOOK_UP_BF16, "=&r,=&r,=&r,=&r,r", [packed], (gl.bfloat16, gl.bfloat16), False, 4
-    )
-    byte = _group_bytes(scales)
-    return first, second, gl.where(byte == 0, 0x00400040, byte * 0x00800080)
-
-
-@gluon.jit
-def _finish_bf16(numbers, factor, mma_layout: gl.constexpr):
-    """[64, 64] bfloat16: the left or the right half of what ``_finish_e4m3`` gives."""
-    scaled = gl.inline_asm_elementwise(
-        SCALE_BF16, "=&r,=&r,r,r,r,r,r,r", [numbers, factor], gl.bfloat16, False, 4
-    )
-    scaled = scaled.reshape([4, 8, 4, 4, 2, 2, 2]).permute((0, 4, 1, 3, 5, 2, 6)).reshape([64, 64])
-    return gl.convert_layout(scaled, gl.DotOperandLayout(0, mma_layout, 2))
-
-
-@gluon.jit
-def _advance(
-    x_smem, packed_smem, scale_smem, full, empty, count, base, total, pending,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, IS_FIRST: gl.constexpr,
-    IS_FP8: gl.constexpr,
-):  # fmt: skip
-    """Widen a block while the one before is multiplied, wait for that one, start this one.
-
-    bfloat16 products go on adding to ``pending``; fp8 ones are parts of 128 each, added to ``total``.
-    """
-    mma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32 if IS_FP8 else 16])
-    stage = count % STAGES
-    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-    packed = packed_smem.index(2 * stage + GROUP)
-    scales = scale_smem.index(2 * stage + GROUP)
-    if IS_FP8:
-        first, second, first_sign, second_sign = _look_up_e4m3(packed, scales, base)
-    else:
-        first, second, factor = _look_up_bf16(packed, scales)
-    if not IS_FIRST:
-        # Over at once. Its loop keeps the compiler from moving the look-up behind the wait for the product.
-        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        pending = warpgroup_mma_wait(0, deps=[pending])
-        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-    if IS_FP8:
-        if not IS_FIRST:
-            total = total + pending
-        x = x_smem.index(stage).slice(0, ROWS).permute((1, 0))
-        left = _finish_e4m3(first, second, first_sign, second_sign, mma_layout)
-        return total, warpgroup_mma(left, x, pending, use_acc=False, is_async=True)
-    else:
-        left = _finish_bf16(first, factor, mma_layout)
-        right = _finish_bf16(second, factor, mma_layout)
-        x = x_smem.index(2 * stage).slice(0, ROWS).permute((1, 0))
-        pending = warpgroup_mma(left, x, pending, use_acc=not IS_FIRST, is_async=True)
-        x = x_smem.index(2 * stage + 1).slice(0, ROWS).permute((1, 0))
-        return total, warpgroup_mma(right, x, pending, is_async=True)
-
-
-@gluon.jit
-def _multiply(
-    x_smem, packed_smem, scale_smem, full, empty, count, base,
-    GROUP: gl.constexpr, NUM_BLOCKS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-    IS_FP8: gl.constexpr,
-):  # fmt: skip
-    """[64, ROWS] of one tile over the whole depth.
-
-    Two blocks a round, so that a block is widened into other registers than those that are being read.
-    """
-    gl.static_assert(NUM_BLOCKS % 2 == 0)
-    mma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32 if IS_FP8 else 16])
-    acc = gl.zeros([64, ROWS], gl.float32, mma_layout)
-    total = gl.zeros([64, ROWS], gl.float32, mma_layout) if IS_FP8 else 0.0
-    total, acc = _advance(
-        x_smem, packed_smem, scale_smem, full, empty, count, base, total, acc,
-        GROUP, STAGES, ROWS, True, IS_FP8,
-    )  # fmt: skip
-    for _ in range(NUM_BLOCKS // 2 - 1):
-        total, acc = _advance(
-            x_smem, packed_smem, scale_smem, full, empty, count + 1, base, total, acc,
-            GROUP, STAGES, ROWS, False, IS_FP8,
-        )  # fmt: skip
-        total, acc = _advance(
-            x_smem, packed_smem, scale_smem, full, empty, count + 2, base, total, acc,
-            GROUP, STAGES, ROWS, False, IS_FP8,
-        )  # fmt: skip
-        count += 2
-    total, acc = _advance(
-        x_smem, packed_smem, scale_smem, full, empty, count + 1, base, total, acc,
-        GROUP, STAGES, ROWS, False, IS_FP8,
-    )  # fmt: skip
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index((count + 1) % STAGES), count=1)
-    if IS_FP8:
-        acc = total + acc
-    return acc
-
-
-@gluon.jit
-def _multiply_halves(
-    x_smem, packed_smem, scale_smem, full, empty, count, base, never,
-    GROUP: gl.constexpr, NUM_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Twice [64, 128] in e4m3: beside two totals, registers hold one part at a time.
-
-    Nothing is under way while a block is widened: the other warpgroup's products fill that time. ``never``
-    is false, but the compiler does not know it: else it gives every part registers of its own.
-    """
-    mma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    low = gl.zeros([64, 128], gl.float32, mma_layout)
-    high = gl.zeros([64, 128], gl.float32, mma_layout)
-    part = gl.zeros([64, 128], gl.float32, mma_layout)
-    for _ in range(NUM_BLOCKS):
-        stage = count % STAGES
-        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        first, second, first_sign, second_sign = _look_up_e4m3(
-            packed_smem.index(2 * stage + GROUP), scale_smem.index(2 * stage + GROUP), base
-        )
-        left = _finish_e4m3(first, second, first_sign, second_sign, mma_layout)
-        x = x_smem.index(stage)
-        part = warpgroup_mma(left, x.slice(0, 128).permute((1, 0)), part, use_acc=never)
-        low = low + part
-        part = warpgroup_mma(left, x.slice(128, 128).permute((1, 0)), part, use_acc=never)
-        mbarrier.arrive(empty.index(stage), count=1)
-        high = high + part
-        count += 1
-    return low, high
-
-
-@gluon.jit
 def _halves(acc):
     """The left and the right half of the columns; both lie in each thread's registers."""
     rows: gl.constexpr = acc.shape[0]
     columns: gl.constexpr = acc.shape[1]
     return acc.reshape([rows, 2, columns // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _quarters(low, high):
+    first, second = _halves(low)
+    third, fourth = _halves(high)
+    return first, second, third, fourth
 
 
 @gluon.jit
@@ -344,7 +123,7 @@ def _store_slots(
 
 
 @gluon.jit
-def _store(
+def _store_piece(
     acc, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
     first, end, column, limit,
     GROUP: gl.constexpr, WIDTH: gl.constexpr, IS_GATED: gl.constexpr, HAS_ROW_SCALE: gl.constexpr,
@@ -363,6 +142,22 @@ def _store(
             acc, factor, row_scale_ptr, order_ptr, out_ptr, homes_ptr, slots_per_home, first, end, channel,
             WIDTH, HAS_ROW_SCALE, HAS_HOMES,
         )  # fmt: skip
+
+
+@gluon.jit
+def _store(
+    pieces, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+    first, end, column, limit,
+    GROUP: gl.constexpr, WIDTH: gl.constexpr, IS_GATED: gl.constexpr, HAS_ROW_SCALE: gl.constexpr,
+    HAS_HOMES: gl.constexpr,
+):  # fmt: skip
+    """A tile's sums, piece by piece."""
+    for n in gl.static_range(len(pieces)):
+        _store_piece(
+            pieces[n], factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+            first, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
+        )  # fmt: skip
+        first += pieces[n].shape[1]
 
 
 @gluon.jit
@@ -385,10 +180,11 @@ def _tile_of(
 @gluon.jit
 def _consume(
     tiles_ptr, wide_ptr, base_ptr, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
-    num_items, limit, x_smem, packed_smem, scale_smem, full, empty,
+    num_items, limit, x_smem, tail_smem, packed_smem, scale_smem, full, empty,
     GROUP: gl.constexpr, WIDTH: gl.constexpr, NUM_COLUMNS: gl.constexpr, NUM_BLOCKS: gl.constexpr,
     STAGES: gl.constexpr, BOX: gl.constexpr, IS_GATED: gl.constexpr, IS_FP8: gl.constexpr,
     HAS_ROW_SCALE: gl.constexpr, HAS_HOMES: gl.constexpr, HAS_WIDE: gl.constexpr, WANT_WIDE: gl.constexpr,
+    HAS_TAIL: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile."""
     count = 0
@@ -403,59 +199,51 @@ def _consume(
             factor = gl.exp2((base - 122).to(gl.float32))
         base = base * 0x01010101
         num_rows = end - first
-        if num_rows > 2 * BOX:
-            if IS_FP8 and BOX == 64:
-                left, right = _multiply_halves(
-                    x_smem, packed_smem, scale_smem, full, empty, count, base, num_items < 0,
-                    GROUP, NUM_BLOCKS, STAGES,
+        if HAS_TAIL and num_rows > 4 * BOX:
+            low, high, tail = multiply_halves(
+                x_smem, tail_smem, packed_smem, scale_smem, full, empty, count, base, num_items < 0,
+                GROUP, NUM_BLOCKS, STAGES, True,
+            )  # fmt: skip
+            _store(
+                _quarters(low, high) + (tail,), factor, row_scale_ptr, order_ptr, route_ptr, out_ptr,
+                homes_ptr, slots_per_home, first, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE,
+                HAS_HOMES,
+            )  # fmt: skip
+            count += NUM_BLOCKS
+        elif num_rows > 2 * BOX:
+            if HAS_TAIL:
+                low, high, _ = multiply_halves(
+                    x_smem, tail_smem, packed_smem, scale_smem, full, empty, count, base, num_items < 0,
+                    GROUP, NUM_BLOCKS, STAGES, False,
                 )  # fmt: skip
             else:
-                acc = _multiply(
+                acc = multiply(
                     x_smem, packed_smem, scale_smem, full, empty, count, base,
                     GROUP, NUM_BLOCKS, STAGES, 4 * BOX, IS_FP8,
                 )  # fmt: skip
-                left, right = _halves(acc)
-            q0, q1 = _halves(left)
-            q2, q3 = _halves(right)
+                low, high = _halves(acc)
             _store(
-                q0, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
-                first, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
-            )  # fmt: skip
-            _store(
-                q1, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
-                first + BOX, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
-            )  # fmt: skip
-            _store(
-                q2, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
-                first + 2 * BOX, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
-            )  # fmt: skip
-            _store(
-                q3, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
-                first + 3 * BOX, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
+                _quarters(low, high), factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr,
+                slots_per_home, first, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
             )  # fmt: skip
             count += NUM_BLOCKS
         elif num_rows > BOX:
-            acc = _multiply(
+            acc = multiply(
                 x_smem, packed_smem, scale_smem, full, empty, count, base,
                 GROUP, NUM_BLOCKS, STAGES, 2 * BOX, IS_FP8,
             )  # fmt: skip
-            left, right = _halves(acc)
             _store(
-                left, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+                _halves(acc), factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
                 first, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
-            )  # fmt: skip
-            _store(
-                right, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
-                first + BOX, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
             )  # fmt: skip
             count += NUM_BLOCKS
         elif num_rows > 0:
-            acc = _multiply(
+            acc = multiply(
                 x_smem, packed_smem, scale_smem, full, empty, count, base,
                 GROUP, NUM_BLOCKS, STAGES, BOX, IS_FP8,
             )  # fmt: skip
             _store(
-                acc, factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
+                (acc,), factor, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr, slots_per_home,
                 first, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE, HAS_HOMES,
             )  # fmt: skip
             count += NUM_BLOCKS
@@ -463,14 +251,16 @@ def _consume(
 
 @gluon.jit
 def _fill(
-    x_desc, packed_desc, scale_desc, x_boxes, packed_smem, scale_smem, full, empty, count, first, tile,
+    x_desc, tail_desc, packed_desc, scale_desc, x_boxes, tail_smem, packed_smem, scale_smem, full, empty,
+    count, first, tile,
     NUM_BLOCKS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, BOXES: gl.constexpr,
-    IS_FP8: gl.constexpr,
+    IS_FP8: gl.constexpr, HAS_TAIL: gl.constexpr,
 ):  # fmt: skip
     """Bring one tile's blocks, as stages come free."""
     HALVES: gl.constexpr = 1 if IS_FP8 else 2
     BOX_COLUMNS: gl.constexpr = 128 // HALVES
-    NUM_BYTES: gl.constexpr = HALVES * BOXES * BOX * 128 + 2 * (32 * 128 + 2 * 32 * 4)
+    ROW_BYTES: gl.constexpr = (BOXES * BOX + (TAIL if HAS_TAIL else 0)) * HALVES * 128
+    NUM_BYTES: gl.constexpr = ROW_BYTES + 2 * (32 * 128 + 2 * 32 * 4)
     for n in range(NUM_BLOCKS):
         stage = count % STAGES
         mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
@@ -487,16 +277,19 @@ def _fill(
                     x_desc, [first + box * BOX, n * 128 + half * BOX_COLUMNS], barrier,
                     x_boxes.index((HALVES * stage + half) * 4 + box),
                 )  # fmt: skip
+        if HAS_TAIL:
+            tma.async_copy_global_to_shared(
+                tail_desc, [first + BOXES * BOX, n * 128], barrier, tail_smem.index(stage)
+            )
         count += 1
 
 
 @gluon.jit
 def _produce(
-    tiles_ptr, wide_ptr, num_items, x_desc, packed_desc, scale_desc, x_boxes, packed_smem, scale_smem, full,
-    empty,
+    tiles_ptr, wide_ptr, num_items, x_desc, tail_desc, packed_desc, scale_desc, x_boxes, tail_smem,
+    packed_smem, scale_smem, full, empty,
     NUM_COLUMNS: gl.constexpr, NUM_BLOCKS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
-    IS_FP8: gl.constexpr,
-    HAS_WIDE: gl.constexpr, WANT_WIDE: gl.constexpr,
+    IS_FP8: gl.constexpr, HAS_WIDE: gl.constexpr, WANT_WIDE: gl.constexpr, HAS_TAIL: gl.constexpr,
 ):  # fmt: skip
     """Runs ahead of the consumers, from one tile into the next."""
     count = 0
@@ -504,37 +297,44 @@ def _produce(
         expert, first, end, column = _tile_of(tiles_ptr, wide_ptr, item, NUM_COLUMNS, HAS_WIDE, WANT_WIDE)
         tile = expert * NUM_COLUMNS + column
         num_rows = end - first
-        if num_rows > 2 * BOX:
+        if HAS_TAIL and num_rows > 4 * BOX:
             _fill(
-                x_desc, packed_desc, scale_desc, x_boxes, packed_smem, scale_smem, full, empty, count,
-                first, tile, NUM_BLOCKS, STAGES, BOX, 4, IS_FP8,
+                x_desc, tail_desc, packed_desc, scale_desc, x_boxes, tail_smem, packed_smem, scale_smem, full,
+                empty, count, first, tile, NUM_BLOCKS, STAGES, BOX, 4, IS_FP8, True,
+            )  # fmt: skip
+            count += NUM_BLOCKS
+        elif num_rows > 2 * BOX:
+            _fill(
+                x_desc, tail_desc, packed_desc, scale_desc, x_boxes, tail_smem, packed_smem, scale_smem, full,
+                empty, count, first, tile, NUM_BLOCKS, STAGES, BOX, 4, IS_FP8, False,
             )  # fmt: skip
             count += NUM_BLOCKS
         elif num_rows > BOX:
             _fill(
-                x_desc, packed_desc, scale_desc, x_boxes, packed_smem, scale_smem, full, empty, count,
-                first, tile, NUM_BLOCKS, STAGES, BOX, 2, IS_FP8,
+                x_desc, tail_desc, packed_desc, scale_desc, x_boxes, tail_smem, packed_smem, scale_smem, full,
+                empty, count, first, tile, NUM_BLOCKS, STAGES, BOX, 2, IS_FP8, False,
             )  # fmt: skip
             count += NUM_BLOCKS
         elif num_rows > 0:
             _fill(
-                x_desc, packed_desc, scale_desc, x_boxes, packed_smem, scale_smem, full, empty, count,
-                first, tile, NUM_BLOCKS, STAGES, BOX, 1, IS_FP8,
+                x_desc, tail_desc, packed_desc, scale_desc, x_boxes, tail_smem, packed_smem, scale_smem, full,
+                empty, count, first, tile, NUM_BLOCKS, STAGES, BOX, 1, IS_FP8, False,
             )  # fmt: skip
             count += NUM_BLOCKS
 
 
 @gluon.jit(do_not_specialize=["slots_per_home"])
 def hopper_expert_kernel(
-    x_desc, packed_desc, scale_desc, base_ptr, wide_ptr, row_scale_ptr, order_ptr, tiles_ptr, route_ptr,
-    out_ptr, homes_ptr, slots_per_home, num_items, limit,
+    x_desc, tail_desc, packed_desc, scale_desc, base_ptr, wide_ptr, row_scale_ptr, order_ptr, tiles_ptr,
+    route_ptr, out_ptr, homes_ptr, slots_per_home, num_items, limit,
     WIDTH: gl.constexpr, NUM_COLUMNS: gl.constexpr, NUM_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     BOX: gl.constexpr, IS_GATED: gl.constexpr, IS_FP8: gl.constexpr, HAS_ROW_SCALE: gl.constexpr,
     HAS_HOMES: gl.constexpr, HAS_WIDE: gl.constexpr, WANT_WIDE: gl.constexpr,
 ):  # fmt: skip
     """``x`` [num_slots, depth] in sorted order, columns in that of ``prepare_experts``, e4m3 or bfloat16.
 
-    Tiles have up to 4 * BOX rows and cost as if they had one, two or four times BOX.
+    Tiles have up to 4 * BOX rows and cost as if they had one, two or four times BOX; in e4m3 and with BOX 64
+    up to ``TAIL`` rows more.
     Gated: activated hidden rows [num_slots, WIDTH] in sorted order; else slots' rows [num_slots, WIDTH] in
     ``out`` or, with homes, at the address of the home of every ``slots_per_home`` slots.
     """
@@ -546,6 +346,10 @@ def hopper_expert_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     x_smem = gl.allocate_shared_memory(dtype, [HALVES * STAGES, 4 * BOX, 128 // HALVES], x_layout)
     x_boxes = _reinterpreted(x_smem, dtype, [HALVES * STAGES * 4, BOX, 128 // HALVES], x_layout)
+    HAS_TAIL: gl.constexpr = IS_FP8 and BOX == 64
+    tail_smem = x_smem
+    if HAS_TAIL:
+        tail_smem = gl.allocate_shared_memory(dtype, [STAGES, TAIL, 128], x_layout)
     packed_smem = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 32, 128], packed_layout)
     scale_smem = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 8, 8], scale_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -559,29 +363,29 @@ def hopper_expert_kernel(
                 _consume,
                 (
                     tiles_ptr, wide_ptr, base_ptr, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr,
-                    slots_per_home, num_items, limit, x_smem, packed_smem, scale_smem, full, empty,
+                    slots_per_home, num_items, limit, x_smem, tail_smem, packed_smem, scale_smem, full, empty,
                     0, WIDTH, NUM_COLUMNS, NUM_BLOCKS, STAGES, BOX, IS_GATED, IS_FP8, HAS_ROW_SCALE,
-                    HAS_HOMES, HAS_WIDE, WANT_WIDE,
+                    HAS_HOMES, HAS_WIDE, WANT_WIDE, HAS_TAIL,
                 ),
             ),
             (
                 _consume,
                 (
                     tiles_ptr, wide_ptr, base_ptr, row_scale_ptr, order_ptr, route_ptr, out_ptr, homes_ptr,
-                    slots_per_home, num_items, limit, x_smem, packed_smem, scale_smem, full, empty,
+                    slots_per_home, num_items, limit, x_smem, tail_smem, packed_smem, scale_smem, full, empty,
                     1, WIDTH, NUM_COLUMNS, NUM_BLOCKS, STAGES, BOX, IS_GATED, IS_FP8, HAS_ROW_SCALE,
-                    HAS_HOMES, HAS_WIDE, WANT_WIDE,
+                    HAS_HOMES, HAS_WIDE, WANT_WIDE, HAS_TAIL,
                 ),
             ),
             (
                 _produce,
                 (
-                    tiles_ptr, wide_ptr, num_items, x_desc, packed_desc, scale_desc, x_boxes, packed_smem,
-                    scale_smem, full, empty, NUM_COLUMNS, NUM_BLOCKS, STAGES, BOX, IS_FP8, HAS_WIDE,
-                    WANT_WIDE,
+                    tiles_ptr, wide_ptr, num_items, x_desc, tail_desc, packed_desc, scale_desc, x_boxes,
+                    tail_smem, packed_smem, scale_smem, full, empty, NUM_COLUMNS, NUM_BLOCKS, STAGES, BOX,
+                    IS_FP8, HAS_WIDE, WANT_WIDE, HAS_TAIL,
                 ),
             ),
         ],
         [4, 1],
-        [232, 24],
+        [240, 24],
     )  # fmt: skip

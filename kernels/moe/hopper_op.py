@@ -13,9 +13,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.moe.homes import SlotHomes
 from kernels.moe.hopper import hopper_expert_kernel
+from kernels.moe.hopper_sums import TAIL
 from kernels.moe.kernel import place_rows_kernel
 from kernels.moe.reference import Routes
-from kernels.moe.routing import Plan, plan_slots
+from kernels.moe.routing import plan_slots
 from kernels.moe.weights import PreparedMxfp4
 from kernels.number_formats import ActivationMode, QuantisedRows
 
@@ -31,6 +32,26 @@ STAGES = {
 def choose_box(num_rows: int) -> int:
     """A tile has up to four boxes of rows, an expert at most ``num_rows``. No bit depends on the choice."""
     return 16 if num_rows <= 64 else 64
+
+
+def most_tile_rows(box: int, dtype: torch.dtype) -> int:
+    """Rows of the largest tile of a product of rows in ``dtype``."""
+    return 4 * box + (TAIL.value if box == 64 and dtype == torch.float8_e4m3fn else 0)
+
+
+class Plans:
+    """A step's slots sorted by expert, cut into tiles for products in e4m3, in bfloat16 or in both.
+
+    ``order`` and ``position`` are those of any plan.
+    """
+
+    def __init__(
+        self, expert_ids: Tensor, num_experts: int, box: int, mode: ActivationMode, *, has_wide: bool
+    ) -> None:
+        is_fp8 = mode == "row"
+        dtypes = [torch.float8_e4m3fn] * is_fp8 + [torch.bfloat16] * (has_wide or not is_fp8)
+        self.of = {dtype: plan_slots(expert_ids, num_experts, most_tile_rows(box, dtype)) for dtype in dtypes}
+        self.order, self.position, _ = self.of[dtypes[0]]
 
 
 class SortedRows:
@@ -64,14 +85,16 @@ class SortedRows:
 
 
 def _launch(
-    rows: Tensor, scales: Tensor | None, weight: PreparedMxfp4, plan: Plan, routes: Routes, out: Tensor,
+    rows: Tensor, scales: Tensor | None, weight: PreparedMxfp4, plans: Plans, routes: Routes, out: Tensor,
     homes: SlotHomes | None, limit: float, box: int, want_wide: bool,
 ) -> None:  # fmt: skip
     """One product of sorted rows in one number format."""
     depth, width = rows.shape[1], out.shape[-1]
     is_fp8 = rows.dtype == torch.float8_e4m3fn
     swizzled = gl.NVMMASharedLayout(128, 8 if is_fp8 else 16, 2)
-    x_desc = TensorDescriptor.from_tensor(rows, [box, 128 if is_fp8 else 64], swizzled)
+    block = 128 if is_fp8 else 64
+    x_desc = TensorDescriptor.from_tensor(rows, [box, block], swizzled)
+    tail_desc = TensorDescriptor.from_tensor(rows, [TAIL.value, block], swizzled)
     packed_desc = TensorDescriptor.from_tensor(
         weight.values.view(-1, 128), [32, 128], gl.NVMMASharedLayout(128, 8, 2)
     )
@@ -79,11 +102,12 @@ def _launch(
         weight.scales.view(-1, 8), [8, 8], gl.NVMMASharedLayout(32, 32, 2)
     )
     num_columns = width // (64 if weight.is_gated else 128)
+    plan = plans.of[rows.dtype]
     num_items = plan.tiles.shape[0] * num_columns
     # Programs take tiles in turn, so their number is no part of any result.
     num_programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
     hopper_expert_kernel[(min(num_items, num_programs),)](
-        x_desc, packed_desc, scale_desc, weight.bases, weight.is_wide,
+        x_desc, tail_desc, packed_desc, scale_desc, weight.bases, weight.is_wide,
         routes.weights if scales is None else scales, plan.order, plan.tiles,
         routes.weights, out, out if homes is None else homes.addresses,
         0 if homes is None else routes.weights.numel() // len(homes.memories), num_items, limit,
@@ -95,17 +119,17 @@ def _launch(
 
 
 def product(
-    rows: SortedRows, weight: PreparedMxfp4, plan: Plan, routes: Routes, out: Tensor, limit: float, box: int,
-    homes: SlotHomes | None = None,
+    rows: SortedRows, weight: PreparedMxfp4, plans: Plans, routes: Routes, out: Tensor, limit: float,
+    box: int, homes: SlotHomes | None = None,
 ) -> None:  # fmt: skip
     """In e4m3 where there is one scale a row; in bfloat16 what does not fit into it, and all other modes.
 
     With ``homes`` slots go there, and ``out`` says only what they are like.
     """
     if rows.fp8 is not None:
-        _launch(rows.fp8, rows.scales, weight, plan, routes, out, homes, limit, box, want_wide=False)
+        _launch(rows.fp8, rows.scales, weight, plans, routes, out, homes, limit, box, want_wide=False)
     if rows.bf16 is not None:
-        _launch(rows.bf16, rows.scales, weight, plan, routes, out, homes, limit, box, want_wide=True)
+        _launch(rows.bf16, rows.scales, weight, plans, routes, out, homes, limit, box, want_wide=True)
 
 
 def prepared_expert_mlp(
@@ -116,9 +140,10 @@ def prepared_expert_mlp(
     num_rows, top_k = routes.expert_ids.shape
     intermediate = w2.values.shape[2] * 128
     box = choose_box(num_rows)
-    plan = plan_slots(routes.expert_ids, w13.values.shape[0], 4 * box)
-    rows = SortedRows(x, plan.position, top_k, mode, has_wide=w13.has_wide)
-    hidden = torch.empty(num_rows * top_k, intermediate, dtype=torch.bfloat16, device=plan.order.device)
-    product(rows, w13, plan, routes, hidden, limit, box)
-    rows = SortedRows(hidden, plan.position, 1, mode, has_wide=w2.has_wide)
-    product(rows, w2, plan, routes, out, limit, box, homes)
+    has_wide = w13.has_wide or w2.has_wide
+    plans = Plans(routes.expert_ids, w13.values.shape[0], box, mode, has_wide=has_wide)
+    rows = SortedRows(x, plans.position, top_k, mode, has_wide=w13.has_wide)
+    hidden = torch.empty(num_rows * top_k, intermediate, dtype=torch.bfloat16, device=plans.order.device)
+    product(rows, w13, plans, routes, hidden, limit, box)
+    rows = SortedRows(hidden, plans.position, 1, mode, has_wide=w2.has_wide)
+    product(rows, w2, plans, routes, out, limit, box, homes)

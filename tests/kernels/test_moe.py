@@ -27,7 +27,7 @@ from kernels.moe import (
     split_gate,
     swiglu,
 )
-from kernels.moe.hopper_op import SortedRows, choose_box, product
+from kernels.moe.hopper_op import Plans, SortedRows, choose_box, product
 from kernels.moe.op import choose_config
 from kernels.moe.routing import choose_gate_config, plan_slots
 from kernels.number_formats import (
@@ -213,17 +213,43 @@ def test_sums_of_one_sign_keep_their_size() -> None:
     routes = Routes(ids, torch.ones(num_rows, 1, device="cuda"))
     found = []
     for box in (16, 64):
-        plan = plan_slots(ids, 3, 4 * box)
+        plans = Plans(ids, 3, box, "row", has_wide=False)
         # With one slot a row they are read in the order of experts.
-        rows = SortedRows(x[plan.order.long()], plan.position, 1, "row", has_wide=False)
+        rows = SortedRows(x[plans.order.long()], plans.position, 1, "row", has_wide=False)
         found.append(torch.empty(num_rows, width, dtype=torch.bfloat16, device="cuda"))
-        product(rows, weight, plan, routes, found[-1], 1.0, box)
+        product(rows, weight, plans, routes, found[-1], 1.0, box)
     rounded = dequantise_activations(quantise_activations(x, mode="row"), torch.float64)
     matrices = dequantise_mxfp4_weight(values, scales).double()
     expected = torch.stack(
         [row @ matrices[e].T for row, e in zip(rounded, ids.flatten().tolist(), strict=True)]
     )
     assert errors_of(found[0], expected)[0] < 4e-3
+    assert equal_bytes(found[0], found[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["row", "release"])
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_tiles_of_every_height_give_equal_bytes(is_gated: bool, mode: ActivationMode) -> None:
+    """Experts that just fill a tile, that have one row more, and whose tiles are largest."""
+    needs_hopper()
+    g = torch.Generator("cuda").manual_seed(3)
+    counts = [1, 64, 65, 128, 129, 256, 257, 288, 289, 577]
+    depth, width = 256, 256
+    values, scales = random_mxfp4(g, (len(counts), width, depth))
+    weight = prepare_experts(Mxfp4Weight(values, scales), is_gated=is_gated)
+    ids = torch.arange(len(counts), device="cuda").repeat_interleave(torch.tensor(counts, device="cuda"))
+    ids = ids[torch.randperm(len(ids), generator=g, device="cuda")][:, None]
+    x = torch.randn(len(ids), depth, generator=g, device="cuda").bfloat16()
+    routes = Routes(ids, torch.rand(len(ids), 1, generator=g, device="cuda"))
+    found = []
+    for box in (16, 64):
+        plans = Plans(ids, len(counts), box, mode, has_wide=weight.has_wide)
+        rows = SortedRows(x[plans.order.long()], plans.position, 1, mode, has_wide=weight.has_wide)
+        out_width = width // 2 if is_gated else width
+        found.append(torch.full((len(ids), out_width), torch.nan, dtype=torch.bfloat16, device="cuda"))
+        product(rows, weight, plans, routes, found[-1], 1.0, box)
+    assert bool(found[0].isfinite().all())
     assert equal_bytes(found[0], found[1])
 
 
