@@ -144,8 +144,9 @@ def quantise_activations_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):
-    """One row a program; GROUP channels share a scale."""
+    """One row a program; GROUP channels share a scale. CONVERTS: the device rounds to e4m3 by itself."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_x_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -153,8 +154,12 @@ def quantise_activations_kernel(
     exponents = fp8_exponents(tl.max(tl.abs(grouped), 1))
     # A product with the exact inverse is the division by a power of two, rounded once.
     inverse = e8m0_values(254 - exponents)
-    codes = tl.reshape(e4m3_codes(grouped * inverse[:, None]), [BLOCK])
-    tl.store(values_ptr + row * WIDTH + column, codes.to(tl.uint8), mask=column < WIDTH)
+    scaled = tl.reshape(grouped * inverse[:, None], [BLOCK])
+    if CONVERTS:
+        codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        codes = e4m3_codes(scaled).to(tl.uint8)
+    tl.store(values_ptr + row * WIDTH + column, codes, mask=column < WIDTH)
     group = tl.arange(0, BLOCK // GROUP)
     num_groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     tl.store(scales_ptr + row * num_groups + group, exponents.to(tl.uint8), mask=group < num_groups)

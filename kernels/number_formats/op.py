@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,12 @@ def choose_quantise_config(width: int, mode: ActivationMode) -> QuantiseConfig:
     block = max(SCALE_BLOCK, triton.next_power_of_2(width))
     group = SCALE_BLOCK if mode == "release" else block
     return QuantiseConfig(block, group, min(16, max(1, block // 512)))
+
+
+@functools.cache
+def _converts_to_fp8(device: torch.device) -> bool:
+    """Whether a device has the instruction, which rounds as ``e4m3_codes``; the interpreter's does not."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantise_activations(
@@ -62,7 +69,8 @@ def quantise_activations(
         config = choose_quantise_config(width, mode)
         quantise_activations_kernel[(num_rows,)](
             x, values.view(torch.uint8), scales, x.stride(0),
-            WIDTH=width, BLOCK=config.block, GROUP=config.group, num_warps=config.num_warps,
+            WIDTH=width, BLOCK=config.block, GROUP=config.group, CONVERTS=_converts_to_fp8(x.device),
+            num_warps=config.num_warps,
         )  # fmt: skip
     return QuantisedRows(values, scales)
 
