@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.moe.hopper_sums import ROW_PAIRS, TAIL, multiply, multiply_halves
+from kernels.moe.hopper_sums import ROW_PAIRS, TAIL, multiply, multiply_in_parts
 
 IS_TRITON_3_6 = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 """Later versions gave the method a public name."""
@@ -200,9 +200,9 @@ def _consume(
         base = base * 0x01010101
         num_rows = end - first
         if HAS_TAIL and num_rows > 4 * BOX:
-            low, high, tail = multiply_halves(
+            low, high, tail = multiply_in_parts(
                 x_smem, tail_smem, packed_smem, scale_smem, full, empty, count, base, num_items < 0,
-                GROUP, NUM_BLOCKS, STAGES, True,
+                GROUP, NUM_BLOCKS, STAGES, 256 + TAIL,
             )  # fmt: skip
             _store(
                 _quarters(low, high) + (tail,), factor, row_scale_ptr, order_ptr, route_ptr, out_ptr,
@@ -210,11 +210,22 @@ def _consume(
                 HAS_HOMES,
             )  # fmt: skip
             count += NUM_BLOCKS
+        elif HAS_TAIL and (num_rows > 2 * BOX and num_rows <= 3 * BOX):
+            low, _, tail = multiply_in_parts(
+                x_smem, tail_smem, packed_smem, scale_smem, full, empty, count, base, num_items < 0,
+                GROUP, NUM_BLOCKS, STAGES, 192,
+            )  # fmt: skip
+            _store(
+                _halves(low) + (tail,), factor, row_scale_ptr, order_ptr, route_ptr, out_ptr,
+                homes_ptr, slots_per_home, first, end, column, limit, GROUP, WIDTH, IS_GATED, HAS_ROW_SCALE,
+                HAS_HOMES,
+            )  # fmt: skip
+            count += NUM_BLOCKS
         elif num_rows > 2 * BOX:
             if HAS_TAIL:
-                low, high, _ = multiply_halves(
+                low, high, _ = multiply_in_parts(
                     x_smem, tail_smem, packed_smem, scale_smem, full, empty, count, base, num_items < 0,
-                    GROUP, NUM_BLOCKS, STAGES, False,
+                    GROUP, NUM_BLOCKS, STAGES, 256,
                 )  # fmt: skip
             else:
                 acc = multiply(
@@ -303,6 +314,12 @@ def _produce(
                 empty, count, first, tile, NUM_BLOCKS, STAGES, BOX, 4, IS_FP8, True,
             )  # fmt: skip
             count += NUM_BLOCKS
+        elif HAS_TAIL and (num_rows > 2 * BOX and num_rows <= 3 * BOX):
+            _fill(
+                x_desc, tail_desc, packed_desc, scale_desc, x_boxes, tail_smem, packed_smem, scale_smem, full,
+                empty, count, first, tile, NUM_BLOCKS, STAGES, BOX, 3, IS_FP8, False,
+            )  # fmt: skip
+            count += NUM_BLOCKS
         elif num_rows > 2 * BOX:
             _fill(
                 x_desc, tail_desc, packed_desc, scale_desc, x_boxes, tail_smem, packed_smem, scale_smem, full,
@@ -333,8 +350,8 @@ def hopper_expert_kernel(
 ):  # fmt: skip
     """``x`` [num_slots, depth] in sorted order, columns in that of ``prepare_experts``, e4m3 or bfloat16.
 
-    Tiles have up to 4 * BOX rows and cost as if they had one, two or four times BOX; in e4m3 and with BOX 64
-    up to ``TAIL`` rows more.
+    Tiles have up to 4 * BOX rows and cost as if they had one, two or four times BOX. In e4m3 and with BOX 64
+    some have up to ``TAIL`` rows more, and three boxes cost less than four.
     Gated: activated hidden rows [num_slots, WIDTH] in sorted order; else slots' rows [num_slots, WIDTH] in
     ``out`` or, with homes, at the address of the home of every ``slots_per_home`` slots.
     """

@@ -34,11 +34,6 @@ def choose_box(num_rows: int) -> int:
     return 16 if num_rows <= 64 else 64
 
 
-def most_tile_rows(box: int, dtype: torch.dtype) -> int:
-    """Rows of the largest tile of a product of rows in ``dtype``."""
-    return 4 * box + (TAIL.value if box == 64 and dtype == torch.float8_e4m3fn else 0)
-
-
 class Plans:
     """A step's slots sorted by expert, cut into tiles for products in e4m3, in bfloat16 or in both.
 
@@ -50,7 +45,13 @@ class Plans:
     ) -> None:
         is_fp8 = mode == "row"
         dtypes = [torch.float8_e4m3fn] * is_fp8 + [torch.bfloat16] * (has_wide or not is_fp8)
-        self.of = {dtype: plan_slots(expert_ids, num_experts, most_tile_rows(box, dtype)) for dtype in dtypes}
+        self.of = {
+            dtype: plan_slots(
+                expert_ids, num_experts, 4 * box,
+                extra=TAIL.value if box == 64 and dtype == torch.float8_e4m3fn else 0,
+            )
+            for dtype in dtypes
+        }  # fmt: skip
         self.order, self.position, _ = self.of[dtypes[0]]
 
 

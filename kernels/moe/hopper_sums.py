@@ -213,22 +213,27 @@ def multiply(
 
 
 @gluon.jit
-def multiply_halves(
+def multiply_in_parts(
     x_smem, tail_smem, packed_smem, scale_smem, full, empty, count, base, never,
-    GROUP: gl.constexpr, NUM_BLOCKS: gl.constexpr, STAGES: gl.constexpr, HAS_TAIL: gl.constexpr,
+    GROUP: gl.constexpr, NUM_BLOCKS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Twice [64, 128] and [64, TAIL] in e4m3: beside the totals, registers hold one part at a time.
+    """In e4m3, 192, 256 or 256 + TAIL rows: the first 128, the second, where there are, and the rest.
 
-    Nothing is under way while a block is widened: the other warpgroup's products fill that time. ``never``
-    is false, but the compiler does not know it: else it gives every part registers of its own.
+    Beside the totals registers hold one part at a time. Nothing is under way while a block is widened: the
+    other warpgroup's products fill that time. ``never`` is false, but the compiler does not know it: else it
+    gives every part registers of its own.
     """
+    HAS_HIGH: gl.constexpr = ROWS >= 256
+    REST: gl.constexpr = ROWS % 128
     mma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    tail_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 32])
     low = gl.zeros([64, 128], gl.float32, mma_layout)
     high = gl.zeros([64, 128], gl.float32, mma_layout)
     part = gl.zeros([64, 128], gl.float32, mma_layout)
-    tail = gl.zeros([64, TAIL], gl.float32, tail_layout)
-    tail_part = gl.zeros([64, TAIL], gl.float32, tail_layout)
+    rest = 0.0
+    if REST:
+        rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 32])
+        rest = gl.zeros([64, REST], gl.float32, rest_layout)
+        rest_part = gl.zeros([64, REST], gl.float32, rest_layout)
     for _ in range(NUM_BLOCKS):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
@@ -239,16 +244,18 @@ def multiply_halves(
         x = x_smem.index(stage)
         part = warpgroup_mma(left, x.slice(0, 128).permute((1, 0)), part, use_acc=never)
         low = low + part
-        part = warpgroup_mma(left, x.slice(128, 128).permute((1, 0)), part, use_acc=never)
-        if HAS_TAIL:
-            high = high + part
-            left = gl.convert_layout(left, gl.DotOperandLayout(0, tail_layout, 4), assert_trivial=True)
-            x = tail_smem.index(stage).permute((1, 0))
-            tail_part = warpgroup_mma(left, x, tail_part, use_acc=never)
+        if HAS_HIGH:
+            part = warpgroup_mma(left, x.slice(128, 128).permute((1, 0)), part, use_acc=never)
+            if REST:
+                high = high + part
+        if REST:
+            left = gl.convert_layout(left, gl.DotOperandLayout(0, rest_layout, 4), assert_trivial=True)
+            right = tail_smem.index(stage) if HAS_HIGH else x.slice(128, REST)
+            rest_part = warpgroup_mma(left, right.permute((1, 0)), rest_part, use_acc=never)
             mbarrier.arrive(empty.index(stage), count=1)
-            tail = tail + tail_part
+            rest = rest + rest_part
         else:
             mbarrier.arrive(empty.index(stage), count=1)
             high = high + part
         count += 1
-    return low, high, tail
+    return low, high, rest

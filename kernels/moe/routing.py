@@ -120,8 +120,10 @@ def route_tokens(
     return Routes(ids, weights)
 
 
-def plan_slots(expert_ids: Tensor, num_experts: int, tile: int) -> Plan:
+def plan_slots(expert_ids: Tensor, num_experts: int, tile: int, *, extra: int = 0) -> Plan:
     """Sort slots by expert, stably, and cut each expert's rows into tiles of ``tile`` rows.
+
+    ``extra`` < ``tile`` rows are not worth a tile of their own: an expert's last one may have so many more.
 
     Args:
         expert_ids: [num_rows, top_k] int64, each in 0 .. num_experts - 1, or -1 for none: such slots have no
@@ -146,6 +148,6 @@ def plan_slots(expert_ids: Tensor, num_experts: int, tile: int) -> Plan:
     place_slots_kernel[(num_blocks + num_experts,)](
         expert_ids, counts, ranks, *plan, num_slots, num_blocks, max_tiles,
         NUM_EXPERTS=num_experts, BLOCK=SLOT_BLOCK, ALL_EXPERTS=all_experts,
-        TILE=tile, FILL=FILL, num_warps=4,
+        TILE=tile, EXTRA=extra, FILL=FILL, num_warps=4,
     )  # fmt: skip
     return plan

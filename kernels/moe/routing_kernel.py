@@ -131,7 +131,7 @@ def _count_up_to(counts_ptr, last, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK:
 def place_slots_kernel(
     ids_ptr, counts_ptr, ranks_ptr, order_ptr, position_ptr, tiles_ptr, num_slots, num_blocks, max_tiles,
     NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ALL_EXPERTS: tl.constexpr,
-    TILE: tl.constexpr, FILL: tl.constexpr,
+    TILE: tl.constexpr, EXTRA: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """Programs of blocks: the sorted position of each slot (-1 without an expert), the slot at each position.
 
@@ -155,7 +155,7 @@ def place_slots_kernel(
         tl.store(order_ptr + position, (first + place).to(tl.int32), mask=is_placed)
     else:
         one = pid - num_blocks
-        num_tiles = (total + TILE - 1) // TILE
+        num_tiles = tl.maximum((total - EXTRA + TILE - 1) // TILE, (total > 0).to(tl.int32))
         mine = tl.sum(tl.where(expert == one, num_tiles, 0), 0)
         first_tile = tl.sum(tl.where(expert < one, num_tiles, 0), 0)
         first_row = tl.sum(tl.where(expert == one, start, 0), 0)
@@ -164,7 +164,7 @@ def place_slots_kernel(
             tile_ptr = tiles_ptr + (first_tile + n) * 3
             tl.store(tile_ptr, one)
             tl.store(tile_ptr + 1, first_row + n * TILE)
-            tl.store(tile_ptr + 2, tl.minimum(first_row + (n + 1) * TILE, end))
+            tl.store(tile_ptr + 2, tl.where(n == mine - 1, end, first_row + (n + 1) * TILE))
         if one == NUM_EXPERTS - 1:
             for n in tl.range(first_tile + mine, max_tiles, FILL):
                 tile = n + tl.arange(0, FILL)

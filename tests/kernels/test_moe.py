@@ -55,23 +55,27 @@ def test_contract(case: OpCase, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "top_k", "num_experts", "tile"), [(1, 1, 4, 16), (70, 2, 5, 16), (90, 2, 33, 64)]
+    ("num_rows", "top_k", "num_experts", "tile", "extra"),
+    [(1, 1, 4, 16, 0), (1, 1, 4, 16, 8), (70, 2, 5, 16, 0), (70, 2, 5, 16, 5), (90, 2, 33, 64, 8)],
 )
 def test_slots_are_sorted_stably_and_cut_into_tiles(
-    num_rows: int, top_k: int, num_experts: int, tile: int
+    num_rows: int, top_k: int, num_experts: int, tile: int, extra: int
 ) -> None:
     device = contract_device()
     ids = uneven_ids(torch.Generator(device).manual_seed(num_rows), num_rows, top_k, num_experts)
-    plan = plan_slots(ids, num_experts, tile)
+    plan = plan_slots(ids, num_experts, tile, extra=extra)
     order = torch.argsort(ids.flatten(), stable=True)
     assert plan.order.tolist() == order.tolist()
     assert order[plan.position.long()].tolist() == list(range(num_rows * top_k))
     wanted, start = [], 0
     for expert, count in enumerate(torch.bincount(ids.flatten(), minlength=num_experts).tolist()):
-        wanted += [
-            [expert, first, min(first + tile, start + count)] for first in range(start, start + count, tile)
-        ]
+        tiles = [[expert, first, first + tile] for first in range(start, start + count, tile)]
+        if len(tiles) > 1 and start + count - tiles[-1][1] <= extra:
+            del tiles[-1]
         start += count
+        if tiles:
+            tiles[-1][2] = start
+        wanted += tiles
     assert plan.tiles[: len(wanted)].tolist() == wanted
     assert (plan.tiles[len(wanted) :, 0] == -1).all()
     assert len(plan.tiles) % 16 == 0
@@ -234,7 +238,7 @@ def test_tiles_of_every_height_give_equal_bytes(is_gated: bool, mode: Activation
     """Experts that just fill a tile, that have one row more, and whose tiles are largest."""
     needs_hopper()
     g = torch.Generator("cuda").manual_seed(3)
-    counts = [1, 64, 65, 128, 129, 256, 257, 288, 289, 577]
+    counts = [1, 64, 65, 128, 129, 192, 193, 256, 257, 288, 289, 544, 545]
     depth, width = 256, 256
     values, scales = random_mxfp4(g, (len(counts), width, depth))
     weight = prepare_experts(Mxfp4Weight(values, scales), is_gated=is_gated)
