@@ -104,15 +104,25 @@ Times = dict[tuple[str, str], float]
 """By stage and kernel; without a device the kernel is empty."""
 
 
-def measure_stages(marks: StageMarks, step: Callable[[], object], num_steps: int) -> Times:
-    """Milliseconds a step that kernels keep the device (or stages the CPU) busy; no gaps in it."""
+def measure_stages(
+    marks: StageMarks, step: Callable[[], object], num_steps: int, *, num_lead: int = 0
+) -> Times:
+    """Milliseconds a step that kernels keep the device (or stages the CPU) busy; no gaps in it.
+
+    ``num_lead`` steps come before, which do not count: a device that rested has a higher clock at first.
+    """
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    with marks.recording(), profile(activities=activities) as profiler:
-        for _ in range(num_steps):
-            with record_function(_MARK + "rest"):
-                step()
+    with profile(activities=activities) as profiler:
+        for _ in range(num_lead):
+            step()
+        with marks.recording():
+            for _ in range(num_steps):
+                with record_function(_MARK + "rest"):
+                    step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -129,7 +139,7 @@ def by_stage(times: Times) -> dict[str, float]:
 
 
 def stage_times(events: list[dict[str, Any]]) -> Times:
-    """Microseconds by stage and kernel of a Chrome trace's events."""
+    """Microseconds by stage and kernel of a Chrome trace's events, launched from the first mark on."""
     times, stages = _timeline([e for e in events if str(e.get("name")).startswith(_MARK) and _is_host(e)])
     total: Times = defaultdict(float)
     kernels = [event for event in events if event.get("cat") in _ON_DEVICE]
@@ -145,6 +155,8 @@ def stage_times(events: list[dict[str, Any]]) -> Times:
     }
     for kernel in kernels:
         at = launched.get(kernel["args"].get("correlation"))
+        if at is not None and at < times[0]:
+            continue
         place = -1 if at is None else bisect.bisect_right(times, at) - 1
         marked = stages[place] if place >= 0 else None
         total[_stage_by_name(kernel["name"]) or marked or "rest", kernel["name"]] += kernel["dur"]

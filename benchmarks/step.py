@@ -31,7 +31,7 @@ from benchmarks.stages import STAGES, StageMarks, Times, by_stage, measure_stage
 from benchmarks.step_rank import SimulatedRank, Workload
 from engine.config import ReplicaPlace
 
-PROFILED_STEPS = 2
+PROFILED_STEPS, LEAD_STEPS = 2, 3
 TOP_KERNELS = 15
 _BUILD_S, _STEP_S = 600.0, 300.0  # that long a rank waits for another: kernels are compiled in the first step
 
@@ -156,7 +156,8 @@ def measure(
         "build_s": built - started,
         "first_step_s": first - built,
     }
-    kernels = measure_stages(marks, lambda: (rank.step(), synchronize()), PROFILED_STEPS)
+    step = (lambda: (rank.step(), synchronize())) if is_awaited else rank.step
+    kernels = measure_stages(marks, step, PROFILED_STEPS, num_lead=LEAD_STEPS)
     stages = by_stage(kernels)
     stages["gaps"] = max(0.0, figures["mean_step_ms"] - sum(stages.values()))
     figures |= {f"stage {stage} ms": stages.get(stage, 0.0) for stage in STAGES}

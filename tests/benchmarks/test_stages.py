@@ -33,6 +33,7 @@ MARKS = [
 def test_a_kernel_belongs_to_the_innermost_mark_at_its_launch() -> None:
     events = [
         *MARKS,
+        *kernel("a step before", 12, -5, 4096.0),
         *kernel("gather", 1, 5, 1.0, "cuda_runtime"),
         *kernel("matmul", 2, 12, 2.0),
         *kernel("select_kernel", 3, 21, 4.0),
