@@ -15,7 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+from kernels.gluon_names import copy_to_shared, thread_barrier
+
 ROWS = gl.constexpr(64)
 STEP = gl.constexpr(32)
 NUM_OUTPUTS = gl.constexpr(24)
@@ -89,19 +90,19 @@ def _copy_step(
     row = row0 + place % ROWS
     is_in = (row < num_rows)[:, None] & (column >= 0)[None, :]
     x_ptrs = x_ptr + (row.to(gl.int64) * DEPTH + place // ROWS * WIDTH)[:, None] + column[None, :]
-    async_copy.async_copy_global_to_shared(x_smem, x_ptrs, mask=is_in)
+    copy_to_shared(x_smem, x_ptrs, mask=is_in)
     if HAS_EXPAND:
         y_row = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
         y_ptrs = y_ptr + (y_row.to(gl.int64) * stride_y_row)[:, None] + column[None, :]
         is_y = (y_row < num_rows)[:, None] & (column >= 0)[None, :]
-        async_copy.async_copy_global_to_shared(y_smem, y_ptrs, mask=is_y)
+        copy_to_shared(y_smem, y_ptrs, mask=is_y)
     place = gl.arange(0, 4 * PARTIAL_WIDTH, gl.SliceLayout(1, COPY))
     output = place % PARTIAL_WIDTH
     is_output = (output < NUM_OUTPUTS)[:, None] & (column >= 0)[None, :]
     fn_ptrs = fn_ptr + (output * DEPTH + place // PARTIAL_WIDTH * WIDTH)[:, None] + column[None, :]
-    async_copy.async_copy_global_to_shared(high_smem, fn_ptrs, mask=is_output)
-    async_copy.async_copy_global_to_shared(middle_smem, fn_ptrs + NUM_OUTPUTS * DEPTH, mask=is_output)
-    async_copy.async_copy_global_to_shared(low_smem, fn_ptrs + 2 * NUM_OUTPUTS * DEPTH, mask=is_output)
+    copy_to_shared(high_smem, fn_ptrs, mask=is_output)
+    copy_to_shared(middle_smem, fn_ptrs + NUM_OUTPUTS * DEPTH, mask=is_output)
+    copy_to_shared(low_smem, fn_ptrs + 2 * NUM_OUTPUTS * DEPTH, mask=is_output)
     async_copy.commit_group()
 
 

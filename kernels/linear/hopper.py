@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from kernels.gluon_names import tma_load, tma_store
 from kernels.linear.hopper_sums import (
     WARPGROUP_OUT,
     power,
@@ -74,12 +75,8 @@ def _produce(
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), ((count // stages) & 1) ^ 1)
             mbarrier.expect(ready, num_bytes)
-            tma.async_copy_global_to_shared(
-                x_desc, [first_row, first_in + step * block_k], ready, x_smem.index(stage)
-            )
-            tma.async_copy_global_to_shared(
-                weight_desc, [first_out, step * block_k], ready, weight_smem.index(stage)
-            )
+            tma_load(x_desc, [first_row, first_in + step * block_k], ready, x_smem.index(stage))
+            tma_load(weight_desc, [first_out, step * block_k], ready, weight_smem.index(stage))
             count += 1
 
 
@@ -99,7 +96,7 @@ def _store(acc, out_desc, out_smem, row_scale_ptr, first_row, num_rows, first_ou
     tma.store_wait(PENDING)
     out_smem.store(acc.to(gl.bfloat16).permute((1, 0)))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [first_row, first_out], out_smem)
+    tma_store(out_desc, [first_row, first_out], out_smem)
 
 
 @gluon.jit

@@ -17,22 +17,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from kernels.gluon_names import reinterpreted, tma_load
 from kernels.moe.hopper_sums import ROW_PAIRS, TAIL, multiply, multiply_in_parts
 
-IS_TRITON_3_6 = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
-"""Later versions gave the method a public name."""
 LOG2_E = gl.constexpr(1.4426950408889634)
 NARROW = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
-
-
-@gluon.jit
-def _reinterpreted(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    if IS_TRITON_3_6:
-        return smem._reinterpret(dtype, shape, layout)
-    else:
-        return smem.reinterpret(dtype, shape, layout)
 
 
 @gluon.jit
@@ -280,18 +271,16 @@ def _fill(
         for group in gl.static_range(2):
             row = (tile * NUM_BLOCKS + n) * 2 + group
             part = 2 * stage + group
-            tma.async_copy_global_to_shared(packed_desc, [row * 32, 0], barrier, packed_smem.index(part))
-            tma.async_copy_global_to_shared(scale_desc, [row * 8, 0], barrier, scale_smem.index(part))
+            tma_load(packed_desc, [row * 32, 0], barrier, packed_smem.index(part))
+            tma_load(scale_desc, [row * 8, 0], barrier, scale_smem.index(part))
         for half in gl.static_range(HALVES):
             for box in gl.static_range(BOXES):
-                tma.async_copy_global_to_shared(
+                tma_load(
                     x_desc, [first + box * BOX, n * 128 + half * BOX_COLUMNS], barrier,
                     x_boxes.index((HALVES * stage + half) * 4 + box),
                 )  # fmt: skip
         if HAS_TAIL:
-            tma.async_copy_global_to_shared(
-                tail_desc, [first + BOXES * BOX, n * 128], barrier, tail_smem.index(stage)
-            )
+            tma_load(tail_desc, [first + BOXES * BOX, n * 128], barrier, tail_smem.index(stage))
         count += 1
 
 
@@ -362,7 +351,7 @@ def hopper_expert_kernel(
     scale_layout: gl.constexpr = gl.NVMMASharedLayout(32, 32, 2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     x_smem = gl.allocate_shared_memory(dtype, [HALVES * STAGES, 4 * BOX, 128 // HALVES], x_layout)
-    x_boxes = _reinterpreted(x_smem, dtype, [HALVES * STAGES * 4, BOX, 128 // HALVES], x_layout)
+    x_boxes = reinterpreted(x_smem, dtype, [HALVES * STAGES * 4, BOX, 128 // HALVES], x_layout)
     HAS_TAIL: gl.constexpr = IS_FP8 and BOX == 64
     tail_smem = x_smem
     if HAS_TAIL:

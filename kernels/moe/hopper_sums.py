@@ -98,10 +98,10 @@ def _look_up_e4m3(packed_smem, scale_smem, base):
     exponent = _group_bytes(scales - base)
     small = exponent * 0x08080800 + 0x14100800
     large = exponent * 0x08080808 + 0x24201C18
-    types: gl.constexpr = (gl.uint8, gl.uint8, gl.uint8, gl.uint8)
     return gl.inline_asm_elementwise(
-        LOOK_UP_E4M3, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [packed, small, large], types, False, 4
-    )
+        LOOK_UP_E4M3, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [packed, small, large],
+        (gl.uint8, gl.uint8, gl.uint8, gl.uint8), False, 4,
+    )  # fmt: skip
 
 
 @gluon.jit

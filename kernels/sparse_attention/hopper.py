@@ -24,9 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-IS_TRITON_3_6 = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
-"""Later versions gave the method a public name."""
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+from kernels.gluon_names import reinterpreted, thread_barrier
+
 HEADS = gl.constexpr(64)
 HALF = gl.constexpr(256)
 KEYS = gl.constexpr(64)
@@ -182,12 +181,8 @@ def _widen_window(packed, scale, even_smem, odd_smem):
 def _stage_as_pairs(keys_smem, stage):
     """The even and the odd half of a stage, two neighbouring channels of a half in one 32-bit element."""
     pairs: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    if IS_TRITON_3_6:
-        even = keys_smem.index(2 * stage)._reinterpret(gl.int32, [KEYS, HALF // 2], pairs)
-        odd = keys_smem.index(2 * stage + 1)._reinterpret(gl.int32, [KEYS, HALF // 2], pairs)
-    else:
-        even = keys_smem.index(2 * stage).reinterpret(gl.int32, [KEYS, HALF // 2], pairs)
-        odd = keys_smem.index(2 * stage + 1).reinterpret(gl.int32, [KEYS, HALF // 2], pairs)
+    even = reinterpreted(keys_smem.index(2 * stage), gl.int32, [KEYS, HALF // 2], pairs)
+    odd = reinterpreted(keys_smem.index(2 * stage + 1), gl.int32, [KEYS, HALF // 2], pairs)
     return even, odd
 
 
