@@ -48,8 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help=text, description=text, epilog=EXIT_CODES["run"])
     _add_job_flags(run)
     text = (
-        "where the output folder holds this job with other inputs or settings, delete its parts and journals "
-        "and begin anew (an unchanged job goes on as ever)"
+        "where the output folder holds this job with other inputs or settings, begin anew: its parts and "
+        "journals are deleted once a rank is ready to run (an unchanged job goes on as ever)"
     )
     run.add_argument("--discard-changed", action="store_true", help=text)
     text = "stop cleanly (exit code 75) before so long, such as 7h30m"

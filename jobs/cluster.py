@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,12 +31,12 @@ from pipelines.manifest import (
     OutputFolder,
     check_folder,
     claim_run,
-    discard_changed_job,
     write_plan,
 )
 from pipelines.metrics import MetricsListener
 from pipelines.plan import Plan, slice_of_shards
 from pipelines.rank_protocol import NoRanks
+from pipelines.replaced_job import check_replaceable, restore_job, set_aside
 from pipelines.report import read_status
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ def run_job(
     """Run a job to its end or to a stop, and return the exit code.
 
     Raises ``ConfigError`` for what is refused; nothing is written then. ``discard_changed`` deletes
-    what the output folder holds of a job with other inputs or settings. ``part`` (i, n): only the i-th of n
+    what the output folder holds of a job with other inputs or settings, once a rank is ready to run this one;
+    a run that ends before that leaves it as it was. ``part`` (i, n): only the i-th of n
     slices, from 0; other drivers may be at work on the others. ``limit_s``: stop cleanly before so long.
     ``build_engine`` must be a function that other processes can import; None builds the real engine.
     What comes next has to be ``leave_if_stopped``: Ray may still be up, or starting, in this process.
@@ -85,23 +86,23 @@ def run_job(
             plan = plan_job(job)
             num_rows = sum(shard.num_rows for shard in plan.shards)
             logger.info("%d rows in %d shards", num_rows, len(plan.shards))
-            if discard_changed:
-                difference = discard_changed_job(folder, plan)
-                if difference is not None:
-                    logger.warning("deleted the job that %s held: %s", folder.path, difference)
-            check_folder(folder, plan)
+            restore_job(folder)
+            difference = (check_replaceable if discard_changed else check_folder)(folder, plan)
             check_destination(folder, plan)
             shards = None if part is None else slice_of_shards(len(plan.shards), *part)
             if part is not None and not shards:
                 logger.warning("slice %d/%d is empty: the job has %d shards", *part, len(plan.shards))
-            is_done = _is_committed(folder, plan, shards)
+            is_done = difference is None and _is_committed(folder, plan, shards)
             connection = contextlib.nullcontext() if is_done else _connected(job, signals)
             signals.hold()
             with connection as places:
                 spec = RankSpec(job=job, run=0, build_engine=build_engine)
                 outcome = Outcome.STOPPED
                 if not signals.requested:
-                    outcome = _drive(spec, plan, shards, places, signals)
+                    with _discarding(folder, difference) as on_ready:
+                        outcome = _drive(spec, plan, shards, places, signals, on_ready)
+                        if outcome is Outcome.COMMITTED:
+                            on_ready()  # there was no row for any rank
     except KeyboardInterrupt:
         return EXIT_STOPPED  # before there was anything to stop
     except (JobFailed, OSError) as error:
@@ -171,6 +172,25 @@ def _refuse_upload(folder: OutputFolder) -> None:
             )
 
 
+@contextlib.contextmanager
+def _discarding(folder: OutputFolder, difference: str | None) -> Iterator[Callable[[], None]]:
+    """The folder without the job that differs, if there is one; what is yielded deletes that for good."""
+    if difference is None:
+        yield lambda: None
+        return
+    with set_aside(folder) as delete:
+        is_deleted = False
+
+        def on_ready() -> None:
+            nonlocal is_deleted
+            if not is_deleted:
+                is_deleted = True
+                delete()
+                logger.warning("deleted the job that %s held: %s", folder.path, difference)
+
+        yield on_ready
+
+
 def _is_committed(folder: OutputFolder, plan: Plan, shards: range | None) -> bool:
     """Whether nothing is left to run. The last shards are looked at first: they are the likeliest to miss."""
     own = range(len(plan.shards)) if shards is None else shards
@@ -191,7 +211,12 @@ def _ranks(
 
 
 def _drive(
-    spec: RankSpec, plan: Plan, shards: range | None, places: Places | None, signals: StopSignals
+    spec: RankSpec,
+    plan: Plan,
+    shards: range | None,
+    places: Places | None,
+    signals: StopSignals,
+    on_ready: Callable[[], None],
 ) -> Outcome:
     folder = output_folder(spec.job)
     has_begun = folder.state.exists()
@@ -216,6 +241,7 @@ def _drive(
                     cost_per_rank_hour=spec.job.cluster.cost_per_rank_hour,
                     max_error_rate=spec.job.output.max_error_rate,
                     on_metrics=listener,
+                    on_ready=on_ready,
                 )
                 signals.watch(driver)
                 if places is None:

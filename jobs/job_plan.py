@@ -21,6 +21,7 @@ from jobs.environment import SPEED_ONLY
 from jobs.rank import build_job_renderer
 from pipelines.manifest import STATE_FOLDER, OutputFolder, replace_durably
 from pipelines.plan import PartOptions, Plan, build_plan
+from pipelines.replaced_job import REPLACED_FOLDER
 from pipelines.schema import build_contract, find_near_misses
 from pipelines.source import InputSet, find_input
 from pipelines.source_location import is_url
@@ -156,7 +157,8 @@ def _part_options(job: JobConfig, found: InputSet) -> PartOptions:
                 "output.columns, output.prefix and output.prompt_token_ids have no place in output.format "
                 "openai_batch: leave them out, or write parquet or jsonl"
             )
-    state = [file.path for file in found.files if file.path.split("/")[0] == STATE_FOLDER]
+    hidden = (STATE_FOLDER, REPLACED_FOLDER)
+    state = [file.path for file in found.files if file.path.split("/")[0] in hidden]
     if output.layout == "mirror" and state:
         raise ConfigError(f"output.layout mirror has no place for {state[0]!r}: the job's state lies there")
     return PartOptions(
