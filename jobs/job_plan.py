@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine import ConfigError, check_model_len, count_experts
+from engine import ConfigError, check_settings, count_experts
 from jobs.config import JobConfig, OutputSection
 from jobs.environment import SPEED_ONLY
 from jobs.rank import build_job_renderer
@@ -107,7 +107,7 @@ def plan_job(job: JobConfig) -> Plan:
     """The job's plan, from its inputs as they are. Raises ``ConfigError``; writes nothing."""
     if not (Path(job.model.path) / "config.json").is_file():
         raise ConfigError(f"model.path {job.model.path!r} is not a model folder: it has no config.json")
-    check_model_len(job.engine)
+    check_settings(job.engine)
     _check_replica(job)
     renderer = build_job_renderer(job)
     found = find_input(job.input.path, format=job.input.format, exclude=job.output.path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +13,15 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks import make_checkpoint
-from engine import ConfigError, EngineConfig, MemoryEstimate, Request, SamplingParams, estimate_memory
+from engine import (
+    ConfigError,
+    EngineConfig,
+    MemoryEstimate,
+    Request,
+    SamplingParams,
+    auto_settings,
+    estimate_memory,
+)
 from engine.engram_tables import EngramTables
 from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import build_ngram_tables
@@ -20,6 +31,7 @@ from engine.loader import WeightReader
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.models.deepseek_v41_config import load_model_config
 from engine.peer_memory import ExchangeSize
+from kernels import hyper_connections, number_formats
 from tests.conftest import ROOT
 
 FOLDERS = [ROOT / "tests" / "data" / "tiny", ROOT / "tests" / "data" / "tiny-quant"]
@@ -243,3 +255,21 @@ def test_a_long_limit_costs_short_rows_nothing_on_a_gpu(large: Path) -> None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
     print(f"peaks at 8 k, 8 k, 1 M: {peaks}")
     assert peaks[2] == pytest.approx(peaks[1], rel=0.03)
+
+
+def test_no_kernels_are_planned_for_a_shape_that_they_do_not_serve(tmp_path: Path) -> None:
+    shutil.copytree(FOLDERS[0], tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    raw = json.loads(path.read_text())
+    config = EngineConfig(model=str(tmp_path / "model"), device="cuda")
+    assert estimate_memory(config).num_graph_bytes > 0
+    raw["text_config"]["candidate_block_size"] = 128
+    path.write_text(json.dumps(raw))
+    assert estimate_memory(config).num_graph_bytes == 0
+    with pytest.raises(ConfigError, match="kernel_impl is triton, but candidate_block_size is 128"):
+        estimate_memory(replace(config, kernel_impl="triton"))
+
+
+def test_a_plan_knows_the_kernels_own_numbers() -> None:
+    assert auto_settings.NUM_STREAMS == hyper_connections.NUM_STREAMS
+    assert auto_settings.SCALE_BLOCK == number_formats.SCALE_BLOCK

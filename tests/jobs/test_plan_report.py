@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +165,47 @@ def test_a_ranks_memory_is_that_of_its_share_of_the_experts(tmp_path: Path) -> N
     assert shared.num_scratch_bytes > alone.num_scratch_bytes, "all ranks' rows pass through each"
     with pytest.raises(ConfigError, match="12 experts a layer cannot be split evenly among so many"):
         forecast(tmp_path, "cluster.ranks_per_replica=5")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overrides", "says"),
+    [
+        ("float16", [], "the model's dtype is 'float16': set engine.dtype to float32 or bfloat16"),
+        (
+            "float32",
+            ["engine.kernel_impl=triton", "engine.device=cpu"],
+            "engine.kernel_impl is triton, but this rank has no GPU",
+        ),
+        (
+            "float32",
+            ["engine.kernel_impl=torch", "engine.device=cuda", "engine.engram=host"],
+            "engine.engram is host, which on a GPU needs engine.kernel_impl triton",
+        ),
+        ("float16", ["engine.dtype=float32"], None),
+    ],
+)
+def test_what_no_engine_can_have_is_refused_as_an_engine_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, overrides: list[str], says: str | None
+) -> None:
+    write(tmp_path, [[1]])
+    shutil.copytree(MODEL, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    flags = [
+        "--model",
+        f"{tmp_path}/model",
+        "--input",
+        f"{tmp_path}/in.parquet",
+        "--output",
+        f"{tmp_path}/out",
+    ]
+    settings = [word for setting in overrides for word in ("--set", setting)]
+    assert cli.batch_generate(["plan", *flags, *settings]) == (2 if says else 0)
+    assert capsys.readouterr().err == (f"batch-generate: {says}\n" if says else "")
+
+
+def test_whoever_asks_for_kernels_plans_for_a_gpu(tmp_path: Path) -> None:
+    write(tmp_path, [[1]])
+    text = format_forecast(forecast(tmp_path, "engine.kernel_impl=triton")).splitlines()[-1]
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    assert ("engine.kernel_impl is triton, and this machine has none" in text) is not has_gpu
