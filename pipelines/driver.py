@@ -271,7 +271,7 @@ class Driver:
     @property
     def _is_time_to_estimate(self) -> bool:
         """Once every rank builds its engine; a rank that is ready does not wait for a late one."""
-        if self._has_costs or not self._ledger.num_unleased:
+        if self._has_costs or self._stop or not self._ledger.num_unleased:
             return False
         live = self._slots.live
         return bool(live) and (all(s.is_preparing for s in live) or any(s.capacity for s in live))
@@ -284,11 +284,13 @@ class Driver:
         columns = self._plan.contract.render_columns
         reader = RowReader(self._plan.root, self._plan.kind, self._plan.files, columns, batch_rows=256)
         costs: dict[int, RowCosts] = {}
-        for shard in self._ledger.missing_shards():
-            if self._stop:
-                return
-            costs[shard.index] = estimate_costs(reader, self._plan, shard)
-        reader.close()
+        try:
+            for shard in self._ledger.missing_shards():
+                if self._stop:
+                    return
+                costs[shard.index] = estimate_costs(reader, self._plan, shard)
+        finally:
+            reader.close()
         self._ledger.set_costs(costs, num_lanes=self._num_lanes)
         self._has_costs = True
 

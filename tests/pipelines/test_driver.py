@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from engine import ConfigError, EngineConfig, EngineDead, RequestOutput
@@ -16,6 +19,7 @@ from pipelines.driver import Driver, JobFailed, Outcome, StopRequest
 from pipelines.manifest import OutputFolder
 from pipelines.rank_protocol import Orders, RankDied
 from pipelines.report import read_runs, read_status
+from pipelines.source import RowReader
 from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine, expected_token_ids
 from tests.small_jobs import (
     InProcessFleet,
@@ -232,6 +236,29 @@ def test_a_stopped_job_goes_on_where_it_was(tmp_path: Path, folder: OutputFolder
     after = read_status(folder.path)
     assert (after.num_reused, after.num_run) == (before.num_ok, 90 - before.num_ok)
     check_answers(read_output(folder.path), prompts)
+
+
+def test_a_stop_while_lengths_are_read_leaves_no_file_open_and_reads_no_more(
+    tmp_path: Path, folder: OutputFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_prompts(tmp_path / "in.parquet", random_prompts(random.Random(5), 40))
+    driver, _ = start_run(folder, make_plan(tmp_path / "in.parquet", 10))
+    made: list[RowReader] = []
+
+    class StoppingReader(RowReader):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+        def read(self, path: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+            driver.request_stop(StopRequest.DRAIN)
+            return super().read(path, start, stop)
+
+    monkeypatch.setattr("pipelines.driver.RowReader", StoppingReader)
+    assert driver.run() is Outcome.STOPPED
+    assert len(made) == 1
+    links = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    assert str(tmp_path / "in.parquet") not in links
 
 
 def after_exchanges(fleet: InProcessFleet, number: int, then: Callable[[], list]) -> None:
