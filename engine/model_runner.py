@@ -41,7 +41,7 @@ from engine.models.deepseek_v41_config import DeepseekV41Config
 from engine.node_memory import available_bytes
 from engine.parallel import ExpertGroup
 from engine.peer_memory import ExchangeSize
-from engine.scheduler import ScheduledBatch
+from engine.scheduled_batch import ScheduledBatch
 from kernels.number_formats import ActivationMode
 
 logger = logging.getLogger(__name__)
