@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     slurm.add_argument("--nodes", type=_positive, default=1, metavar="N", help="nodes (default 1)")
     text = "GPUs of each node; 0: ranks on the CPU (default 0)"
     slurm.add_argument("--gpus-per-node", type=_count, default=0, metavar="G", help=text)
-    text = f"CPUs of each node (default {CPUS_PER_GPU} a GPU)"
+    text = f"CPUs of each node (default {CPUS_PER_GPU} a GPU, or {CPUS_PER_GPU} in all without one)"
     slurm.add_argument("--cpus-per-node", type=_positive, metavar="C", help=text)
     text = "time of one allocation, such as 8h; the job is queued again until it is done"
     slurm.add_argument("--time", type=_duration, required=True, metavar="T", help=text)

@@ -25,6 +25,7 @@ from jobs.rank import EngineBuilder, RankSpec, rank_capacity
 from jobs.stop_signals import StopSignals
 from jobs.time_limit import TimeLimit
 from pipelines.commits import check_destination, try_read_commit
+from pipelines.counted import counted
 from pipelines.driver import Driver, JobFailed, Outcome
 from pipelines.manifest import (
     DriverLock,
@@ -85,13 +86,15 @@ def run_job(
             logger.info("reading the input %s", job.input.path)
             plan = plan_job(job)
             num_rows = sum(shard.num_rows for shard in plan.shards)
-            logger.info("%d rows in %d shards", num_rows, len(plan.shards))
+            logger.info("%s in %s", counted(num_rows, "row"), counted(len(plan.shards), "shard"))
             restore_job(folder)
             difference = (check_replaceable if discard_changed else check_folder)(folder, plan)
             check_destination(folder, plan)
             shards = None if part is None else slice_of_shards(len(plan.shards), *part)
             if part is not None and not shards:
-                logger.warning("slice %d/%d is empty: the job has %d shards", *part, len(plan.shards))
+                logger.warning(
+                    "slice %d/%d is empty: the job has %s", *part, counted(len(plan.shards), "shard")
+                )
             is_done = difference is None and _is_committed(folder, plan, shards)
             connection = contextlib.nullcontext() if is_done else _connected(job, signals)
             signals.hold()
@@ -247,7 +250,8 @@ def _drive(
                 if places is None:
                     logger.info("no shard is left to run: Ray is not started")
                 else:
-                    logger.info("Ray is up; up to %d ranks load %s", places.num_slots, spec.job.model.path)
+                    num_ranks = counted(places.num_slots, "rank")
+                    logger.info("Ray is up; %s is loaded by up to %s", spec.job.model.path, num_ranks)
                 return driver.run()
             finally:
                 fleet.close()

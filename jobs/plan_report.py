@@ -19,6 +19,7 @@ from jobs.config import ClusterSection, JobConfig, engine_config
 from jobs.job_plan import output_folder, plan_job, with_absolute_paths
 from jobs.lease_reader import Renderer, read_values
 from jobs.rank import build_job_renderer
+from pipelines.counted import counted
 from pipelines.manifest import check_folder
 from pipelines.plan import Plan
 from pipelines.shared_prefixes import MIN_SHARED_TOKENS, common_length
@@ -273,7 +274,7 @@ def format_forecast(found: JobForecast) -> str:
         round(number * found.scale) for number in (facts.num_prompt_tokens, facts.most_output_tokens)
     )
     lines = [
-        f"rows: {plan.num_rows} in {len(plan.files)} files, {len(plan.shards)} shards; "
+        f"rows: {plan.num_rows} in {counted(len(plan.files), 'file')}, {counted(len(plan.shards), 'shard')}; "
         f"prompts in column {plan.contract.prompt_column!r}",
         f"tokens ({how}): {about}{num_in} in, at most {about}{num_out} out; "
         f"longest prompt {facts.most_prompt_tokens}, limit {found.memory.max_model_len - 1}",

@@ -167,9 +167,9 @@ def test_a_run_says_what_takes_time_before_it_does_it(
     assert run_job(job) == 75
     messages = [
         f"reading the input {job.input.path}",
-        "5 rows in 1 shards",
+        "5 rows in 1 shard",
         "starting a Ray on this machine",
-        f"Ray is up; up to 1 ranks load {job.model.path}",
+        f"Ray is up; {job.model.path} is loaded by up to 1 rank",
     ]
     assert said == [messages[:1], messages[:3], messages]
 

@@ -86,6 +86,7 @@ def test_the_exit_code_says_whether_the_job_can_succeed(
     rate = ["--set", "output.max_error_rate=1.0"]
     assert cli.batch_generate(["plan", *flags, *rate, *overrides, "--tokens-per-s", "10"]) == code
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rows: 2 in 1 file, 1 shard; prompts in column 'prompt_token_ids'"
     assert lines[1].startswith("tokens (exact, every row): 1 in")
     assert lines[-1].startswith(text)
     assert not (tmp_path / "out").exists()
