@@ -15,84 +15,85 @@ from pipelines.replaced_job import check_replaceable, restore_job, set_aside
 from tests.conftest import ROOT
 from tests.small_jobs import make_plan, write_prompts
 
+KILLED = """
+import os, shutil, sys
+from pathlib import Path
+from pipelines.manifest import OutputFolder, write_plan
+from pipelines.plan import Plan
+from pipelines.replaced_job import set_aside
+
+folder, moment = OutputFolder(Path(sys.argv[1])), sys.argv[2]
+with set_aside(folder) as delete:
+    if moment != "aside":
+        write_plan(folder, Plan.from_json(sys.stdin.read()))
+    if moment == "deleting":
+        shutil.rmtree = lambda *_, **__: os._exit(9)
+        delete()
+    os._exit(9)
+"""
+
 
 @pytest.fixture
-def plans(tmp_path: Path) -> tuple[Plan, Plan]:
+def folder(tmp_path: Path) -> OutputFolder:
+    """Holds a job and its parts."""
     write_prompts(tmp_path / "in" / "a.parquet", [[1], [2], [3]])
-    return tuple(make_plan(tmp_path / "in", 2, temperature=t) for t in (0.5, 0.7))  # type: ignore[return-value]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, plans: tuple[Plan, Plan]) -> OutputFolder:
-    """Holds the first plan and its parts."""
-    folder = OutputFolder(tmp_path / "out")
-    write_plan(folder, plans[0])
-    for name in plans[0].output_names():
+    folder, plan = OutputFolder(tmp_path / "out"), make_plan(tmp_path / "in", 2)
+    write_plan(folder, plan)
+    for name in plan.output_names():
         folder.part_file(name).write_bytes(b"a part")
     with DriverLock(folder):
         return folder
+
+
+@pytest.fixture
+def other(tmp_path: Path, folder: OutputFolder) -> Plan:
+    return make_plan(tmp_path / "in", 2, temperature=0.7)
 
 
 def snapshot(folder: OutputFolder) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.path.rglob("*")}
 
 
-def test_only_another_job_that_nobody_runs_is_replaceable(
-    folder: OutputFolder, plans: tuple[Plan, Plan], tmp_path: Path
+def test_only_another_job_that_nobody_runs_is_replaceable(folder: OutputFolder, other: Plan) -> None:
+    before = snapshot(folder)
+    assert check_replaceable(folder, load_plan(folder)) is None
+    assert check_replaceable(folder, other) == "temperature was null and is now 0.7"
+    with DriverLock(folder), pytest.raises(ConfigError, match="another run is at work"):
+        check_replaceable(folder, other)
+    assert snapshot(folder) == before
+    folder.path.joinpath("notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"holds 'notes\.txt'"):
+        check_replaceable(folder, other)
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_job_is_out_of_sight_until_it_is_deleted_or_put_back(
+    folder: OutputFolder, other: Plan, is_ready: bool
 ) -> None:
     before = snapshot(folder)
-    assert check_replaceable(OutputFolder(tmp_path / "new"), plans[0]) is None
-    assert check_replaceable(folder, plans[0]) is None
-    assert check_replaceable(folder, plans[1]) == "temperature was 0.5 and is now 0.7"
-    with DriverLock(folder), pytest.raises(ConfigError, match="another run is at work"):
-        check_replaceable(folder, plans[1])
-    assert snapshot(folder) == before
-    folder.path.joinpath("notes.txt").write_text("not ours")
-    with pytest.raises(ConfigError, match=r"holds 'notes\.txt'"):
-        check_replaceable(folder, plans[1])
-
-
-def test_a_job_is_out_of_sight_until_it_is_deleted(folder: OutputFolder, plans: tuple[Plan, Plan]) -> None:
     with set_aside(folder) as delete:
         assert [path.name[0] for path in folder.path.iterdir()] == ["_"]
-        write_plan(folder, plans[1])
+        write_plan(folder, other)
+        folder.part_file(other.part_name(0)).write_bytes(b"of an empty shard")
         with pytest.raises(ConfigError, match="another run is at work"):
             restore_job(folder)
-        delete()
-    assert [path.name for path in folder.path.iterdir()] == ["_overnight"]
-    assert load_plan(folder) == plans[1]
-
-
-def test_without_that_it_is_put_back_and_its_successor_gone(
-    folder: OutputFolder, plans: tuple[Plan, Plan]
-) -> None:
-    before = snapshot(folder)
-    with set_aside(folder):
-        write_plan(folder, plans[1])
-        folder.part_file(plans[1].part_name(0)).write_bytes(b"of an empty shard")
-    assert snapshot(folder) == before
+        if is_ready:
+            delete()
+    if is_ready:
+        assert sorted(path.name for path in folder.path.iterdir()) == ["_overnight", other.part_name(0)]
+    else:
+        assert snapshot(folder) == before
 
 
 @pytest.mark.parametrize("moment", ["aside", "begun", "deleting"])
-def test_after_a_kill_it_is_there_or_gone_never_half(
-    folder: OutputFolder, plans: tuple[Plan, Plan], moment: str
-) -> None:
+def test_after_a_kill_it_is_there_or_gone_never_half(folder: OutputFolder, other: Plan, moment: str) -> None:
     before = snapshot(folder)
-    code = (
-        "import os, shutil, sys\nfrom pathlib import Path\nfrom pipelines.manifest import OutputFolder, write_plan\n"
-        "from pipelines.plan import Plan\nfrom pipelines.replaced_job import set_aside\n"
-        "folder, plan, moment = OutputFolder(Path(sys.argv[1])), Plan.from_json(sys.stdin.read()), sys.argv[2]\n"
-        "with set_aside(folder) as delete:\n"
-        "    if moment != 'aside': write_plan(folder, plan)\n"
-        "    if moment == 'deleting':\n        shutil.rmtree = lambda *_, **__: os._exit(9)\n        delete()\n"
-        "    os._exit(9)\n"
-    )
-    command = [sys.executable, "-c", code, str(folder.path), moment]
-    killed = subprocess.run(command, cwd=ROOT, input=plans[1].to_json(), text=True, timeout=60, check=False)
+    command = [sys.executable, "-c", KILLED, str(folder.path), moment]
+    killed = subprocess.run(command, cwd=ROOT, input=other.to_json(), text=True, timeout=60, check=False)
     assert killed.returncode == 9
     restore_job(folder)
-    if moment != "deleting":
+    if moment == "deleting":
+        assert [path.name for path in folder.path.iterdir()] == ["_overnight"]
+        assert load_plan(folder) == other
+    else:
         assert snapshot(folder) == before
-        return
-    assert load_plan(folder) == plans[1]
-    assert [path.name for path in folder.path.iterdir()] == ["_overnight"]
