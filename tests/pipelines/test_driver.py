@@ -6,12 +6,11 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from engine import ConfigError, EngineConfig, EngineDead, RequestOutput
@@ -19,6 +18,7 @@ from pipelines.driver import Driver, JobFailed, Outcome, StopRequest
 from pipelines.manifest import OutputFolder
 from pipelines.rank_protocol import Orders, RankDied
 from pipelines.report import read_runs, read_status
+from pipelines.row_costs import RowCosts, estimate_costs
 from pipelines.source import RowReader
 from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine, expected_token_ids
 from tests.small_jobs import (
@@ -245,16 +245,16 @@ def test_a_stop_while_lengths_are_read_leaves_no_file_open_and_reads_no_more(
     driver, _ = start_run(folder, make_plan(tmp_path / "in.parquet", 10))
     made: list[RowReader] = []
 
-    class StoppingReader(RowReader):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            made.append(self)
+    def make(*arguments: Any, **options: Any) -> RowReader:
+        made.append(RowReader(*arguments, **options))
+        return made[-1]
 
-        def read(self, path: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-            driver.request_stop(StopRequest.DRAIN)
-            return super().read(path, start, stop)
+    def estimate(*arguments: Any) -> RowCosts:
+        driver.request_stop(StopRequest.DRAIN)
+        return estimate_costs(*arguments)
 
-    monkeypatch.setattr("pipelines.driver.RowReader", StoppingReader)
+    monkeypatch.setattr("pipelines.driver.RowReader", make)
+    monkeypatch.setattr("pipelines.driver.estimate_costs", estimate)
     assert driver.run() is Outcome.STOPPED
     assert len(made) == 1
     links = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
