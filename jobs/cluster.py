@@ -102,7 +102,7 @@ def run_job(
                 spec = RankSpec(job=job, run=0, build_engine=build_engine)
                 outcome = Outcome.STOPPED
                 if not signals.requested:
-                    with _discarding(folder, difference) as on_ready:
+                    with set_aside(folder, difference) as on_ready:
                         outcome = _drive(spec, plan, shards, places, signals, on_ready)
                         if outcome is Outcome.COMMITTED:
                             on_ready()  # there was no row for any rank
@@ -173,25 +173,6 @@ def _refuse_upload(folder: OutputFolder) -> None:
                 f"the output folder {str(folder.path)!r} lies in the working directory that was uploaded "
                 "with the Ray job, which Ray deletes: name an absolute path that every node sees"
             )
-
-
-@contextlib.contextmanager
-def _discarding(folder: OutputFolder, difference: str | None) -> Iterator[Callable[[], None]]:
-    """The folder without the job that differs, if there is one; what is yielded deletes that for good."""
-    if difference is None:
-        yield lambda: None
-        return
-    with set_aside(folder) as delete:
-        is_deleted = False
-
-        def on_ready() -> None:
-            nonlocal is_deleted
-            if not is_deleted:
-                is_deleted = True
-                delete()
-                logger.warning("deleted the job that %s held: %s", folder.path, difference)
-
-        yield on_ready
 
 
 def _is_committed(folder: OutputFolder, plan: Plan, shards: range | None) -> bool:

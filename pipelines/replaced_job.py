@@ -7,6 +7,7 @@ must not know why a successor is refused.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,8 @@ from pathlib import Path
 from engine.errors import ConfigError
 from pipelines.manifest import DriverLock, OutputFolder, check_folder, is_driver_alive, load_plan, occupied
 from pipelines.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 REPLACED_FOLDER = "_overnight_replaced"
 
@@ -37,19 +40,28 @@ def check_replaceable(folder: OutputFolder, plan: Plan) -> str | None:
 
 
 @contextlib.contextmanager
-def set_aside(folder: OutputFolder) -> Iterator[Callable[[], None]]:
-    """Put the folder's job out of the way of another. What is yielded deletes it, once it is called.
+def set_aside(folder: OutputFolder, difference: str | None) -> Iterator[Callable[[], None]]:
+    """Put the folder's job out of the way of one with that ``difference``; None: there is none to put.
 
-    If it was not called the job is put back at the end, and what its successor wrote is deleted. Raises
-    ``ConfigError`` while a driver is at work on it.
+    What is yielded deletes it for good. If that was not called, the job is put back at the end, and what its
+    successor wrote is deleted. Raises ``ConfigError`` while a driver is at work on it.
     """
-    aside = _aside(folder)
+    if difference is None:
+        yield lambda: None
+        return
+    aside = OutputFolder(folder.path, REPLACED_FOLDER)
+
+    def delete() -> None:
+        if aside.plan_file.is_file():
+            _delete(aside)
+            logger.warning("deleted the job that %s held: %s", folder.path, difference)
+
     with DriverLock(folder):  # which moves along: whoever finds the job there sees that it is in use
-        names = list(load_plan(folder).output_names())
+        parts = _parts(folder, aside, load_plan(folder))
         os.rename(folder.state, aside.state)
         try:
-            _move(names, folder.path, _parts(aside))
-            yield lambda: _delete(aside)
+            _move(parts)
+            yield delete
         finally:
             if aside.plan_file.is_file():
                 _put_back(folder, aside)
@@ -60,7 +72,7 @@ def restore_job(folder: OutputFolder) -> None:
 
     Raises ``ConfigError`` while that run is at work.
     """
-    aside = _aside(folder)
+    aside = OutputFolder(folder.path, REPLACED_FOLDER)
     if not aside.state.is_dir():
         return
     with DriverLock(aside):
@@ -68,14 +80,6 @@ def restore_job(folder: OutputFolder) -> None:
             _put_back(folder, aside)
         else:
             _delete(aside)
-
-
-def _aside(folder: OutputFolder) -> OutputFolder:
-    return OutputFolder(folder.path, REPLACED_FOLDER)
-
-
-def _parts(aside: OutputFolder) -> Path:
-    return aside.state / "parts"
 
 
 def _delete(aside: OutputFolder) -> None:
@@ -86,19 +90,26 @@ def _delete(aside: OutputFolder) -> None:
 
 def _put_back(folder: OutputFolder, aside: OutputFolder) -> None:
     """Killed in the middle, it is done again: the job counts as set aside until all of it is in its place."""
+    parts = _parts(folder, aside, load_plan(aside))
     if folder.state.exists():
         with DriverLock(folder):
             if folder.plan_file.is_file():
                 for name in load_plan(folder).output_names():  # parts of empty shards need no rank
                     folder.part_file(name).unlink(missing_ok=True)
             shutil.rmtree(folder.state)
-    _move(load_plan(aside).output_names(), _parts(aside), folder.path)
-    shutil.rmtree(_parts(aside), ignore_errors=True)
+    _move((kept, part) for part, kept in parts)
+    shutil.rmtree(aside.state / "parts", ignore_errors=True)
     os.rename(aside.state, folder.state)
 
 
-def _move(names: Iterable[str], source: Path, target: Path) -> None:
-    for name in names:
-        if (source / name).exists():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            os.rename(source / name, target / name)
+def _parts(folder: OutputFolder, aside: OutputFolder, plan: Plan) -> list[tuple[Path, Path]]:
+    """Where each part of ``plan`` lies in the folder, and aside."""
+    kept = OutputFolder(aside.state / "parts")
+    return [(folder.part_file(name), kept.part_file(name)) for name in plan.output_names()]
+
+
+def _move(paths: Iterable[tuple[Path, Path]]) -> None:
+    for source, target in paths:
+        if source.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(source, target)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine.block_manager import Move
 from engine.config import KV_BLOCK_SIZE
-from engine.errors import ConfigError
 from engine.kv_cache import CacheLayout, KVCache
 from engine.models.deepseek_v41_config import DeepseekV41Config, parse_model_config
 from tests.random_model import RandomModel
@@ -118,12 +116,3 @@ def test_a_cache_without_host_memory_or_sources() -> None:
     assert layout.num_bytes_per_block == 0
     cache = KVCache(layout, num_blocks=2, num_states=1, num_host_blocks=0, num_host_states=0, device=CPU)
     cache.apply([])
-
-
-def test_host_memory_that_cannot_be_locked_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros = torch.zeros
-    monkeypatch.setattr("torch.zeros", lambda *shape, device=None, **options: zeros(*shape, **options))
-    monkeypatch.setattr("torch.cuda.cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
-    layout, gpu = CacheLayout(CONFIG, True, torch.float32), torch.device("cuda")
-    with pytest.raises(ConfigError, match=r"set it to 0, or raise .* ulimit -l\), but .* page-locked"):
-        KVCache(layout, num_blocks=6, num_states=4, num_host_blocks=5, num_host_states=3, device=gpu)

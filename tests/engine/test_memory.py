@@ -11,16 +11,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+import engine.auto_settings as auto_settings
 from benchmarks import make_checkpoint
-from engine import (
-    ConfigError,
-    EngineConfig,
-    MemoryEstimate,
-    Request,
-    SamplingParams,
-    auto_settings,
-    estimate_memory,
-)
+from engine import ConfigError, EngineConfig, MemoryEstimate, Request, SamplingParams, estimate_memory
 from engine.engram_tables import EngramTables
 from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import build_ngram_tables
@@ -30,7 +23,8 @@ from engine.loader import WeightReader
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.models.deepseek_v41_config import load_model_config
 from engine.peer_memory import ExchangeSize
-from kernels import hyper_connections, number_formats
+from kernels.hyper_connections import NUM_STREAMS
+from kernels.number_formats import SCALE_BLOCK
 from tests.conftest import ROOT
 
 FOLDERS = [ROOT / "tests" / "data" / "tiny", ROOT / "tests" / "data" / "tiny-quant"]
@@ -268,5 +262,5 @@ def test_no_kernels_are_planned_for_a_shape_that_they_do_not_serve(tmp_path: Pat
 
 
 def test_a_plan_knows_the_kernels_own_numbers() -> None:
-    assert auto_settings.NUM_STREAMS == hyper_connections.NUM_STREAMS
-    assert auto_settings.SCALE_BLOCK == number_formats.SCALE_BLOCK
+    assert auto_settings.NUM_STREAMS == NUM_STREAMS
+    assert auto_settings.SCALE_BLOCK == SCALE_BLOCK
