@@ -26,7 +26,7 @@ folder, moment = OutputFolder(Path(sys.argv[1])), sys.argv[2]
 with set_aside(folder, "it differs") as delete:
     if moment != "aside":
         write_plan(folder, Plan.from_json(sys.stdin.read()))
-        (folder.path / "part-00000-of-00002.parquet").write_bytes(b"of an empty shard")
+        (folder.path / "part-00000-of-00003.parquet").write_bytes(b"of an empty shard")
     if moment == "deleting":
         shutil.rmtree = lambda *_, **__: os._exit(9)
         delete()
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> OutputFolder:
 
 @pytest.fixture
 def other(tmp_path: Path, folder: OutputFolder) -> Plan:
-    return make_plan(tmp_path / "in", 2, temperature=0.7)
+    return make_plan(tmp_path / "in", 1, temperature=0.7)
 
 
 def snapshot(folder: OutputFolder) -> dict[Path, bytes | None]:
