@@ -198,7 +198,6 @@ class SimulatedRank:
             cached_until=0,
             mode="full" if is_full else "exact",
             samples=is_full,
-            is_fresh=False,
         )
 
 

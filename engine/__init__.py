@@ -11,9 +11,10 @@ from engine.api import (
     TokenLogprobs,
     output_digest,
 )
+from engine.auto_settings import needs_gpu
 from engine.config import EngineConfig, ReplicaPlace, ResolvedConfig
 from engine.errors import ConfigError, EngineDead, PeerLost, RequestRejected
-from engine.memory import MemoryEstimate, check_model_len, count_experts, estimate_memory
+from engine.memory import MemoryEstimate, check_settings, count_experts, estimate_memory
 
 __all__ = [
     "Completion",
@@ -32,8 +33,9 @@ __all__ = [
     "ResolvedConfig",
     "SamplingParams",
     "TokenLogprobs",
-    "check_model_len",
+    "check_settings",
     "count_experts",
     "estimate_memory",
+    "needs_gpu",
     "output_digest",
 ]

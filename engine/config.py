@@ -47,7 +47,8 @@ class EngineConfig:
 
     ``host_memory_bytes`` is the budget for KV blocks and states kept in host memory: preempted
     sequences, evicted prefixes, snapshots. 0 keeps nothing there. ``num_host_kv_blocks`` and
-    ``num_host_states`` 0 mean "as many as that budget holds".
+    ``num_host_states`` 0 mean "as many as that budget holds"; other numbers are taken whatever the budget,
+    unless that is 0: the two contradict each other, and are refused.
     """
 
     model: str
@@ -91,6 +92,11 @@ class EngineConfig:
             most = _MOST_BYTES if name == "host_memory_bytes" else _MOST
             if getattr(self, name) > most:
                 raise ValueError(f"{name} must be at most {most}, got {getattr(self, name)}")
+        for name in ("num_host_kv_blocks", "num_host_states"):
+            if getattr(self, name) and not self.host_memory_bytes:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but host_memory_bytes is 0, which keeps nothing there"
+                )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
 

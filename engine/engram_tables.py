@@ -83,8 +83,7 @@ class EngramTables:
         if place == "gpu":
             held = [[reader.raw(*part) for part in table] for table in parts]
         elif place == "host":
-            if reader.device.type == "cuda" and ops.impl != "triton":
-                raise ConfigError("engine.engram is host, which on a GPU needs engine.kernel_impl triton")
+            assert reader.device.type == "cpu" or ops.impl == "triton", "only kernels read them there"
             held = _share_on_node(reader, parts, may_share)
         self.place: TablePlace = "mmap" if held is None else place
         self._ngrams = ngrams

@@ -150,7 +150,8 @@ class KVCache:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         def on_host(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return locked_zeros(shape, dtype, "engine.host_memory_bytes is not 0")
+            remedy = "set it to 0, or raise the limit on locked memory, ulimit -l"
+            return locked_zeros(shape, dtype, f"engine.host_memory_bytes is not 0 ({remedy})")
 
         self.layout = layout
         self._device = device

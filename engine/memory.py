@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from engine.auto_settings import needs_gpu, resolve_dtype, resolve_kernel_impl
 from engine.checkpoint import StoredTensor, is_ignored, read_checkpoint
 from engine.config import (
     KV_BLOCK_SIZE,
@@ -106,19 +107,18 @@ def estimate_memory(
     num_expert_ranks: int = 1,
     allowed_bytes: int | None = None,
 ) -> MemoryEstimate:
-    """Read the model folder's config and its safetensors headers. Raises ``ConfigError``.
+    """Read the model folder's config and its safetensors headers.
 
-    ``is_gpu`` says whether "auto" settings are answered for a GPU; None: where ``config.device`` is "cuda".
+    Raises ``ConfigError``, also for settings that an engine could not have with this model and device.
+    ``is_gpu`` says whether "auto" settings are answered for a GPU; None: where a setting asks for one.
     Each of ``num_expert_ranks`` holds its share of every layer's routed experts, and all of the rest.
     ``allowed_bytes`` is what a rank may take of its device, None where that is not known. Of host memory
     nothing is known here: n-gram tables that the device does not hold are thought to fit there.
     """
     model = load_model_config(config.model)
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "float32" if model.dtype == "float32" else "bfloat16"
-    on_gpu = config.device == "cuda" if is_gpu is None else is_gpu
-    has_kernels = config.kernel_impl == "triton" or (config.kernel_impl == "auto" and on_gpu)
+    dtype = resolve_dtype(config, model)
+    on_gpu = needs_gpu(config) is not None if is_gpu is None else is_gpu
+    has_kernels = resolve_kernel_impl(config, model, is_gpu=on_gpu) == "triton"
     checkpoint = read_checkpoint(config.model)
     tensors = [tensor for tensor in checkpoint.values() if not is_ignored(tensor.name)]
     pooled = {name.replace(".wgate.", ".wkv.") for name in checkpoint if name.endswith(".wgate.weight")}
@@ -176,7 +176,12 @@ def _place_of_tables(
     on_gpu: bool,
     has_kernels: bool,
 ) -> tuple[TablePlace, str]:
-    """Where n-gram tables go, and why; ``on_device`` is the estimate with them there."""
+    """Where n-gram tables go, and why; ``on_device`` is the estimate with them there.
+
+    Raises ``ConfigError`` where they could not be read.
+    """
+    if config.engram == "host" and on_gpu and not has_kernels and on_device.num_table_bytes:
+        raise ConfigError("engine.engram is host, which on a GPU needs engine.kernel_impl triton")
     if config.engram != "auto":
         return config.engram, on_device.engram_reason
     if not on_gpu:
@@ -211,10 +216,13 @@ def _room_row_bytes(model: DeepseekV41Config, item_bytes: int) -> int:
     return num_lookups * model.engram_head_dim * item_bytes + streams
 
 
-def check_model_len(config: EngineConfig) -> None:
-    """Raises ``ConfigError`` where more than the model's own length is asked for."""
+def check_settings(config: EngineConfig) -> None:
+    """Raises ``ConfigError`` for a length, dtype or kernels that the model cannot have on that device."""
     model = load_model_config(config.model)
     resolve_max_model_len(config, model_max_len=model.max_position_embeddings)
+    resolve_dtype(config, model)
+    if config.device != "auto":
+        resolve_kernel_impl(config, model, is_gpu=config.device == "cuda")
 
 
 def count_experts(model_folder: str) -> int:

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from engine.auto_settings import resolve_dtype, resolve_kernel_impl
 from engine.batch import BatchInputs
 from engine.config import (
     EngineConfig,
@@ -32,7 +33,7 @@ from engine.kv_cache import CacheLayout, KVCache
 from engine.layer_rows import ModelShape
 from engine.layers.linear import ActivationFormat
 from engine.layers.ngrams import build_ngram_tables
-from engine.layers.ops import Ops, build_ops, resolve_kernel_impl
+from engine.layers.ops import Ops, build_ops
 from engine.loader import WeightReader
 from engine.memory import MemoryEstimate, estimate_memory
 from engine.models.deepseek_v41 import DeepseekV41Model, Trace
@@ -40,7 +41,7 @@ from engine.models.deepseek_v41_config import DeepseekV41Config
 from engine.node_memory import available_bytes
 from engine.parallel import ExpertGroup
 from engine.peer_memory import ExchangeSize
-from engine.scheduler import ScheduledBatch
+from engine.scheduled_batch import ScheduledBatch
 from kernels.number_formats import ActivationMode
 
 logger = logging.getLogger(__name__)
@@ -285,16 +286,15 @@ def _resolve_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
 
 
 def _choose(config: EngineConfig, model_config: DeepseekV41Config, device: torch.device) -> _Choices:
-    dtype = _resolve_dtype(config, model_config)
     activations = config.activation_quantisation
     if activations == "auto":
         activations = "release" if model_config.is_quantised else "none"
     is_gpu = device.type == "cuda"
     return _Choices(
-        kernel_impl=resolve_kernel_impl(config.kernel_impl, model_config, is_gpu=is_gpu),
+        kernel_impl=resolve_kernel_impl(config, model_config, is_gpu=is_gpu),
         device="cuda" if is_gpu else "cpu",
         device_name=_device_name(device),
-        dtype=dtype,
+        dtype=resolve_dtype(config, model_config),
         activations=activations,
     )
 
@@ -315,13 +315,3 @@ def _device_name(device: torch.device) -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return f"{next(models, platform.machine())}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _resolve_dtype(config: EngineConfig, model_config: DeepseekV41Config) -> Literal["float32", "bfloat16"]:
-    if config.dtype != "auto":
-        return config.dtype
-    if model_config.dtype == "float32":
-        return "float32"
-    if model_config.dtype == "bfloat16":
-        return "bfloat16"
-    raise ConfigError(f"the model's dtype is {model_config.dtype!r}: set engine.dtype to float32 or bfloat16")

@@ -19,8 +19,6 @@ class ScheduledChunk:
     ``tail_end``, ``cached_until`` and ``mode`` are the arguments of ``layer_rows``. Rows below
     ``cached_until`` are replayed: their global KV exists, may be shared and must not be written.
     ``samples``: the chunk reaches the end of the known tokens, its last row's logits are wanted.
-    ``is_fresh``: the state slot was just taken and not restored; what it holds is another sequence's,
-    and no row that runs reads it.
     """
 
     seq: Sequence
@@ -30,7 +28,6 @@ class ScheduledChunk:
     cached_until: int
     mode: DecoderPrefill
     samples: bool
-    is_fresh: bool
 
     @property
     def end(self) -> int:

@@ -19,14 +19,7 @@ from engine.prefix_reuse import ReusePlan, ReusePolicy
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk, SchedulerStats
 from engine.sequence import Sequence, SequenceStatus
 
-__all__ = [
-    "Move",
-    "ScheduledBatch",
-    "ScheduledChunk",
-    "Scheduler",
-    "SchedulerConfig",
-    "SchedulerStats",
-]
+__all__ = ["ScheduledBatch", "Scheduler", "SchedulerConfig"]
 
 ADMISSION_LOOKAHEAD = 64
 """How far down the waiting queue one step looks."""
@@ -220,7 +213,7 @@ class Scheduler:
             end = capacity
         if end > seq.num_computed_tokens:
             self.blocks.grow(seq, end)
-            self._append_chunk(seq, end, is_fresh=False)
+            self._append_chunk(seq, end)
 
     def _capacity(self, seq: Sequence) -> int:
         return (len(seq.block_table) + self.blocks.num_available_blocks) * KV_BLOCK_SIZE
@@ -232,7 +225,7 @@ class Scheduler:
         """The first wanted end behind the computed rows."""
         return min((end for end in seq.wanted_ends if end > seq.num_computed_tokens), default=seq.num_tokens)
 
-    def _append_chunk(self, seq: Sequence, end: int, *, is_fresh: bool) -> None:
+    def _append_chunk(self, seq: Sequence, end: int) -> None:
         assert self._step is not None
         tail_end = self._tail_end(seq)
         # Behind the prompt every row runs in every layer, as it would have when it was decoded.
@@ -245,7 +238,6 @@ class Scheduler:
             cached_until=seq.cached_until,
             mode="full" if is_behind_prompt else self.config.decoder_prefill,
             samples=end == seq.num_tokens,
-            is_fresh=is_fresh,
         )
         self._step.chunks.append(chunk)
         self._budget -= chunk.num_tokens
@@ -345,10 +337,9 @@ class Scheduler:
         if not self.blocks.can_hold(plan.nodes, num_blocks_for(num_tokens), spare):
             seq.num_available_when_blocked = num_available
             return _Admission.BLOCKED
-        is_fresh = plan.snapshot is None and not seq.is_offloaded
         self._admit(seq, plan, num_tokens)
         seq.is_reserved = is_reserved
-        self._append_chunk(seq, end, is_fresh=is_fresh)
+        self._append_chunk(seq, end)
         return _Admission.ADMITTED
 
     def _match(self, seq: Sequence) -> list[PrefixNode]:

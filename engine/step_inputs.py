@@ -30,7 +30,7 @@ class WindowInputs:
 
     rows: Tensor  # [num_output_rows, window] int32 into the concatenation, positions ascending; -1 is none
     ring_sources: Tensor  # [n] input rows that the ring keeps
-    ring_targets: Tensor  # [n] flat ring rows
+    ring_targets: Tensor  # [n] flat ring rows, -1 = not kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class CompressInputs:
     group_positions: Tensor  # [num_groups] position of the group's first token
     entry_slots: Tensor  # [num_groups] pool slot, -1 = do not write
     open_sources: Tensor  # [n] input rows that stay open
-    open_targets: Tensor  # [n] flat rows of the open-group state
+    open_targets: Tensor  # [n] flat rows of the open-group state, -1 = not kept
 
 
 @dataclass(frozen=True, slots=True)

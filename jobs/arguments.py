@@ -48,8 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help=text, description=text, epilog=EXIT_CODES["run"])
     _add_job_flags(run)
     text = (
-        "where the output folder holds this job with other inputs or settings, delete its parts and journals "
-        "and begin anew (an unchanged job goes on as ever)"
+        "where the output folder holds this job with other inputs or settings, begin anew: its parts and "
+        "journals are deleted once a rank is ready to run (an unchanged job goes on as ever)"
     )
     run.add_argument("--discard-changed", action="store_true", help=text)
     text = "stop cleanly (exit code 75) before so long, such as 7h30m"
@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     slurm.add_argument("--nodes", type=_positive, default=1, metavar="N", help="nodes (default 1)")
     text = "GPUs of each node; 0: ranks on the CPU (default 0)"
     slurm.add_argument("--gpus-per-node", type=_count, default=0, metavar="G", help=text)
-    text = f"CPUs of each node (default {CPUS_PER_GPU} a GPU)"
+    text = f"CPUs of each node (default {CPUS_PER_GPU} a GPU, or {CPUS_PER_GPU} in all without one)"
     slurm.add_argument("--cpus-per-node", type=_positive, metavar="C", help=text)
     text = "time of one allocation, such as 8h; the job is queued again until it is done"
     slurm.add_argument("--time", type=_duration, required=True, metavar="T", help=text)

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,18 +25,19 @@ from jobs.rank import EngineBuilder, RankSpec, rank_capacity
 from jobs.stop_signals import StopSignals
 from jobs.time_limit import TimeLimit
 from pipelines.commits import check_destination, try_read_commit
+from pipelines.counted import counted
 from pipelines.driver import Driver, JobFailed, Outcome
 from pipelines.manifest import (
     DriverLock,
     OutputFolder,
     check_folder,
     claim_run,
-    discard_changed_job,
     write_plan,
 )
 from pipelines.metrics import MetricsListener
 from pipelines.plan import Plan, slice_of_shards
 from pipelines.rank_protocol import NoRanks
+from pipelines.replaced_job import check_replaceable, restore_job, set_aside
 from pipelines.report import read_status
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def run_job(
     """Run a job to its end or to a stop, and return the exit code.
 
     Raises ``ConfigError`` for what is refused; nothing is written then. ``discard_changed`` deletes
-    what the output folder holds of a job with other inputs or settings. ``part`` (i, n): only the i-th of n
+    what the output folder holds of a job with other inputs or settings, once a rank is ready to run this one;
+    a run that ends before that leaves it as it was. ``part`` (i, n): only the i-th of n
     slices, from 0; other drivers may be at work on the others. ``limit_s``: stop cleanly before so long.
     ``build_engine`` must be a function that other processes can import; None builds the real engine.
     What comes next has to be ``leave_if_stopped``: Ray may still be up, or starting, in this process.
@@ -84,24 +86,26 @@ def run_job(
             logger.info("reading the input %s", job.input.path)
             plan = plan_job(job)
             num_rows = sum(shard.num_rows for shard in plan.shards)
-            logger.info("%d rows in %d shards", num_rows, len(plan.shards))
-            if discard_changed:
-                difference = discard_changed_job(folder, plan)
-                if difference is not None:
-                    logger.warning("deleted the job that %s held: %s", folder.path, difference)
-            check_folder(folder, plan)
+            logger.info("%s in %s", counted(num_rows, "row"), counted(len(plan.shards), "shard"))
+            restore_job(folder)
+            difference = (check_replaceable if discard_changed else check_folder)(folder, plan)
             check_destination(folder, plan)
             shards = None if part is None else slice_of_shards(len(plan.shards), *part)
             if part is not None and not shards:
-                logger.warning("slice %d/%d is empty: the job has %d shards", *part, len(plan.shards))
-            is_done = _is_committed(folder, plan, shards)
+                logger.warning(
+                    "slice %d/%d is empty: the job has %s", *part, counted(len(plan.shards), "shard")
+                )
+            is_done = difference is None and _is_committed(folder, plan, shards)
             connection = contextlib.nullcontext() if is_done else _connected(job, signals)
             signals.hold()
             with connection as places:
                 spec = RankSpec(job=job, run=0, build_engine=build_engine)
                 outcome = Outcome.STOPPED
                 if not signals.requested:
-                    outcome = _drive(spec, plan, shards, places, signals)
+                    with set_aside(folder, difference) as on_ready:
+                        outcome = _drive(spec, plan, shards, places, signals, on_ready)
+                        if outcome is Outcome.COMMITTED:
+                            on_ready()  # there was no row for any rank
     except KeyboardInterrupt:
         return EXIT_STOPPED  # before there was anything to stop
     except (JobFailed, OSError) as error:
@@ -191,7 +195,12 @@ def _ranks(
 
 
 def _drive(
-    spec: RankSpec, plan: Plan, shards: range | None, places: Places | None, signals: StopSignals
+    spec: RankSpec,
+    plan: Plan,
+    shards: range | None,
+    places: Places | None,
+    signals: StopSignals,
+    on_ready: Callable[[], None],
 ) -> Outcome:
     folder = output_folder(spec.job)
     has_begun = folder.state.exists()
@@ -216,12 +225,14 @@ def _drive(
                     cost_per_rank_hour=spec.job.cluster.cost_per_rank_hour,
                     max_error_rate=spec.job.output.max_error_rate,
                     on_metrics=listener,
+                    on_ready=on_ready,
                 )
                 signals.watch(driver)
                 if places is None:
                     logger.info("no shard is left to run: Ray is not started")
                 else:
-                    logger.info("Ray is up; up to %d ranks load %s", places.num_slots, spec.job.model.path)
+                    num_ranks = counted(places.num_slots, "rank")
+                    logger.info("Ray is up; %s is loaded by up to %s", spec.job.model.path, num_ranks)
                 return driver.run()
             finally:
                 fleet.close()

@@ -19,6 +19,7 @@ from jobs.arguments import CPUS_PER_GPU, FLAGS
 from jobs.config import JobConfig, load_job
 from jobs.exit_codes import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, EXIT_TOO_MANY_ERRORS, STOPPED_SENTENCE
 from jobs.slurm import SlurmRequest, render_script, submit_script
+from pipelines.counted import counted
 from pipelines.driver import Outcome
 from pipelines.manifest import OutputFolder, Tally, load_plan
 from pipelines.plan import slice_of_shards
@@ -140,7 +141,7 @@ def _tell_shards(counts: ShardCounts) -> str:
 
 
 def _count_rows(tally: Tally) -> str:
-    return f"{tally.num_ok} rows ok, {tally.num_error} error rows"
+    return f"{counted(tally.num_ok, 'row')} ok, {counted(tally.num_error, 'error row')}"
 
 
 def _plan(job: JobConfig, parsed: argparse.Namespace) -> int:
@@ -225,8 +226,9 @@ def format_status(status: JobStatus) -> str:
             f"{status.num_rows_committed} of {status.num_rows} rows{left}",
             f"rows read {status.num_read} = ok {status.num_ok} + error {status.num_error} "
             f"+ in flight {status.num_in_flight}",
-            f"last run: {status.num_reused} rows reused, {status.num_run} run; "
-            f"{status.num_runs} runs, {status.num_rank_deaths} ranks lost, {status.seconds:.1f} s in all",
+            f"last run: {counted(status.num_reused, 'row')} reused, {status.num_run} run; "
+            f"{counted(status.num_runs, 'run')}, {counted(status.num_rank_deaths, 'rank')} lost, "
+            f"{status.seconds:.1f} s in all",
             f"errors: {errors}",
             f"tokens: {tally.num_prompt_tokens} in ({tally.num_cached_tokens} cached, "
             f"{tally.cache_hit_rate:.1%}), {tally.num_completion_tokens} out, "

@@ -17,7 +17,7 @@ exit codes:
   0   every shard (with --slice, of that slice) is committed; once all of the job's are, with no more
       error rows than output.max_error_rate allows
   1   anything else
-  2   refused: the config or the input is wrong; what was answered before that showed stays
+  2   refused: the config or the input is wrong; what was answered by then stays
   3   more error rows than output.max_error_rate allows when every shard is committed, or more than
       output.max_errors allows: then the job was stopped there
   75  stopped cleanly; run the same command again to go on

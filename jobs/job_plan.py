@@ -15,12 +15,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine import ConfigError, check_model_len, count_experts
+from engine import ConfigError, check_settings, count_experts
 from jobs.config import JobConfig, OutputSection
 from jobs.environment import SPEED_ONLY
 from jobs.rank import build_job_renderer
 from pipelines.manifest import STATE_FOLDER, OutputFolder, replace_durably
 from pipelines.plan import PartOptions, Plan, build_plan
+from pipelines.replaced_job import REPLACED_FOLDER
 from pipelines.schema import build_contract, find_near_misses
 from pipelines.source import InputSet, find_input
 from pipelines.source_location import is_url
@@ -106,7 +107,7 @@ def plan_job(job: JobConfig) -> Plan:
     """The job's plan, from its inputs as they are. Raises ``ConfigError``; writes nothing."""
     if not (Path(job.model.path) / "config.json").is_file():
         raise ConfigError(f"model.path {job.model.path!r} is not a model folder: it has no config.json")
-    check_model_len(job.engine)
+    check_settings(job.engine)
     _check_replica(job)
     renderer = build_job_renderer(job)
     found = find_input(job.input.path, format=job.input.format, exclude=job.output.path)
@@ -156,7 +157,8 @@ def _part_options(job: JobConfig, found: InputSet) -> PartOptions:
                 "output.columns, output.prefix and output.prompt_token_ids have no place in output.format "
                 "openai_batch: leave them out, or write parquet or jsonl"
             )
-    state = [file.path for file in found.files if file.path.split("/")[0] == STATE_FOLDER]
+    hidden = (STATE_FOLDER, REPLACED_FOLDER)
+    state = [file.path for file in found.files if file.path.split("/")[0] in hidden]
     if output.layout == "mirror" and state:
         raise ConfigError(f"output.layout mirror has no place for {state[0]!r}: the job's state lies there")
     return PartOptions(

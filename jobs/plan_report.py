@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from engine import MemoryEstimate, Request, RequestRejected, count_experts, estimate_memory
+from engine import MemoryEstimate, Request, RequestRejected, count_experts, estimate_memory, needs_gpu
 from engine.config import KV_BLOCK_SIZE, most_total_tokens
 from jobs.config import ClusterSection, JobConfig, engine_config
 from jobs.job_plan import output_folder, plan_job, with_absolute_paths
 from jobs.lease_reader import Renderer, read_values
 from jobs.rank import build_job_renderer
+from pipelines.counted import counted
 from pipelines.manifest import check_folder
 from pipelines.plan import Plan
 from pipelines.shared_prefixes import MIN_SHARED_TOKENS, common_length
@@ -49,8 +50,8 @@ class RowFacts:
 class JobForecast:
     """A job before it is run. Counts of ``facts`` are of the rows looked at: all of them if ``is_exact``.
 
-    ``device`` is the one asked for. ``num_experts`` are a layer's routed ones. ``num_kv_blocks`` None: the
-    device's size is not known.
+    ``gpu_reason`` is the setting that asks for a GPU, if one does. ``num_experts`` are a layer's routed ones.
+    ``num_kv_blocks`` None: the device's size is not known.
     ``obstacles`` are the reasons why the job cannot succeed.
     """
 
@@ -58,7 +59,7 @@ class JobForecast:
     seed: int
     facts: RowFacts
     memory: MemoryEstimate
-    device: str
+    gpu_reason: str | None
     cluster: ClusterSection
     num_experts: int
     num_kv_blocks: int | None
@@ -105,11 +106,13 @@ def forecast_job(
     job = with_absolute_paths(job)
     plan = plan_job(job)
     check_folder(output_folder(job), plan)
+    config = engine_config(job)
+    gpu_reason = needs_gpu(config)
     # Whoever names a device's memory plans for a GPU.
-    is_gpu = job.engine.device == "cuda" or (job.engine.device == "auto" and device_bytes is not None)
+    is_gpu = gpu_reason is not None or (config.device == "auto" and device_bytes is not None)
     allowed = None if device_bytes is None else int(job.engine.gpu_memory_utilization * device_bytes)
     memory = estimate_memory(
-        engine_config(job),
+        config,
         is_gpu=is_gpu,
         num_expert_ranks=job.cluster.ranks_per_replica,
         allowed_bytes=allowed,
@@ -122,7 +125,7 @@ def forecast_job(
         seed=seed,
         facts=facts,
         memory=memory,
-        device=job.engine.device,
+        gpu_reason=gpu_reason,
         cluster=job.cluster,
         num_experts=count_experts(job.model.path),
         num_kv_blocks=num_kv_blocks,
@@ -271,7 +274,7 @@ def format_forecast(found: JobForecast) -> str:
         round(number * found.scale) for number in (facts.num_prompt_tokens, facts.most_output_tokens)
     )
     lines = [
-        f"rows: {plan.num_rows} in {len(plan.files)} files, {len(plan.shards)} shards; "
+        f"rows: {plan.num_rows} in {counted(len(plan.files), 'file')}, {counted(len(plan.shards), 'shard')}; "
         f"prompts in column {plan.contract.prompt_column!r}",
         f"tokens ({how}): {about}{num_in} in, at most {about}{num_out} out; "
         f"longest prompt {facts.most_prompt_tokens}, limit {found.memory.max_model_len - 1}",
@@ -289,9 +292,9 @@ def format_forecast(found: JobForecast) -> str:
 
 def _elsewhere(found: JobForecast) -> str:
     """Where it can, if that is not here: a plan is made on any machine."""
-    if found.device != "cuda" or next(Path("/dev").glob("nvidia[0-9]*"), None) is not None:
+    if found.gpu_reason is None or next(Path("/dev").glob("nvidia[0-9]*"), None) is not None:
         return ""
-    return " where each rank has a GPU: engine.device is cuda, and this machine has none"
+    return f" where each rank has a GPU: {found.gpu_reason}, and this machine has none"
 
 
 def _refused_lines(found: JobForecast, about: str) -> list[str]:

@@ -21,6 +21,7 @@ from engine import ConfigError
 from jobs.config import ClusterSection, JobConfig
 from jobs.reaper import Reaper
 from jobs.stop_signals import StopSignals
+from pipelines.counted import counted
 from pipelines.driver import JobFailed, StopRequest
 
 LOCAL = "local"
@@ -131,7 +132,7 @@ def _count_places(job: JobConfig) -> Places:
         )
     key = "num_ranks" if needed == cluster.num_ranks else "min_ranks"
     if num_gpus and needed > num_gpus:
-        raise ConfigError(f"cluster.{key} is {needed}, but the cluster has {num_gpus} GPUs")
+        raise ConfigError(f"cluster.{key} is {needed}, but the cluster has {counted(num_gpus, 'GPU')}")
     num_cpus = _count("CPU")
     if needed > num_cpus:
         raise ConfigError(f"{needed} ranks need a CPU each, but the cluster has {num_cpus}")

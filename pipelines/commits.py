@@ -18,7 +18,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.errors import ConfigError
-from pipelines.manifest import OutputFolder, Tally, replace_durably, sync_folder, try_link, write_durably
+from pipelines.manifest import (
+    OutputFolder,
+    Tally,
+    load_plan,
+    replace_durably,
+    sync_folder,
+    try_link,
+    write_durably,
+)
 from pipelines.object_store import check_store, has_object, list_names, put_once
 from pipelines.plan import Plan
 
@@ -132,7 +140,8 @@ def check_destination(folder: OutputFolder, plan: Plan) -> None:
     if url is None:
         return
     check_store(url)
-    ours = set(plan.output_names()) if folder.plan_file.is_file() else set()
+    is_begun = folder.plan_file.is_file() and load_plan(folder).fingerprint == plan.fingerprint
+    ours = set(plan.output_names()) if is_begun else set()
     for name in list_names(url):
         is_hidden = any(piece.startswith((".", "_")) for piece in name.split("/"))
         if not is_hidden and name not in ours:

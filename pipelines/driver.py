@@ -11,7 +11,7 @@ import enum
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.errors import ConfigError
 from pipelines.deaths import DeathLog
@@ -72,7 +72,7 @@ class Driver:
     ``capacity`` is how many rows a rank runs at once, as far as is known before one says so. More than
     ``max_errors`` error rows end the run.
     ``cost_per_rank_hour`` and ``max_error_rate`` are for the report; ``on_metrics`` is told every line of
-    ``pipelines.metrics``.
+    ``pipelines.metrics``. ``on_ready`` is called when a rank's engine is built, before it has rows.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class Driver:
         cost_per_rank_hour: float | None = None,
         max_error_rate: float = 1.0,
         on_metrics: MetricsListener | None = None,
+        on_ready: Callable[[], None] | None = None,
     ) -> None:
         self._folder, self._plan, self._fleet, self._run = folder, plan, fleet, run
         self._stall_timeout_s, self._start_timeout_s = stall_timeout_s, start_timeout_s
@@ -120,6 +121,7 @@ class Driver:
         self._speeds = RankSpeeds()
         self._num_lanes = fleet.num_slots * capacity
         self._has_costs = False
+        self._on_ready = on_ready
         self._max_errors = max_errors
         num_rows = sum(shard.num_rows for shard in own_shards)
         self._watch = RunWatch(
@@ -223,6 +225,8 @@ class Driver:
         if report.capacity and not state.capacity:
             self._record.add_rank(report.environment, report.engine_settings)
             self._watch.save()  # before the rank has a row: what it will answer can be told apart by this
+            if self._on_ready is not None:
+                self._on_ready()
         state.take(report, time.monotonic())
         for lease in report.leases:
             self._ledger.record(lease)
@@ -267,7 +271,7 @@ class Driver:
     @property
     def _is_time_to_estimate(self) -> bool:
         """Once every rank builds its engine; a rank that is ready does not wait for a late one."""
-        if self._has_costs or not self._ledger.num_unleased:
+        if self._has_costs or self._stop or not self._ledger.num_unleased:
             return False
         live = self._slots.live
         return bool(live) and (all(s.is_preparing for s in live) or any(s.capacity for s in live))
@@ -280,11 +284,13 @@ class Driver:
         columns = self._plan.contract.render_columns
         reader = RowReader(self._plan.root, self._plan.kind, self._plan.files, columns, batch_rows=256)
         costs: dict[int, RowCosts] = {}
-        for shard in self._ledger.missing_shards():
-            if self._stop:
-                return
-            costs[shard.index] = estimate_costs(reader, self._plan, shard)
-        reader.close()
+        try:
+            for shard in self._ledger.missing_shards():
+                if self._stop:
+                    return
+                costs[shard.index] = estimate_costs(reader, self._plan, shard)
+        finally:
+            reader.close()
         self._ledger.set_costs(costs, num_lanes=self._num_lanes)
         self._has_costs = True
 

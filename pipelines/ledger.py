@@ -81,11 +81,6 @@ class Ledger:
         """Rows read by a live rank and not finished."""
         return sum(held.num_read - held.num_ok - held.num_error for held in self._held.values())
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no row is left to lease or to wait for."""
-        return not self._unopened and not self._held and all(map(self._is_complete, self._open.values()))
-
     def num_outstanding(self, slot: int) -> int:
         """Leased rows that the rank of ``slot`` has not finished."""
         return sum(held.num_left for held in self._held.values() if held.slot == slot)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import struct
 import time
 from collections.abc import Iterator, Mapping
@@ -76,10 +75,11 @@ class OutputFolder:
     """Every path of one output folder. Parts lie in ``path``, everything else in ``state``."""
 
     path: Path
+    state_name: str = STATE_FOLDER
 
     @property
     def state(self) -> Path:
-        return self.path / STATE_FOLDER
+        return self.path / self.state_name
 
     @property
     def plan_file(self) -> Path:
@@ -172,50 +172,28 @@ def load_plan(folder: OutputFolder) -> Plan:
     return Plan.from_json(text)
 
 
-def check_folder(folder: OutputFolder, plan: Plan) -> None:
-    """Refuse a folder that holds another job, or files that a plain read would mix with ours."""
+def check_folder(folder: OutputFolder, plan: Plan, *, may_differ: bool = False) -> str | None:
+    """Refuse a folder that holds another job, or files that a plain read would mix with ours.
+
+    With ``may_differ`` another job is not refused: what differs is returned, None if it is this one.
+    """
     for above in (folder.path, *folder.path.parents):
         if above.exists() and not above.is_dir():
             key = "output.path" if plan.parts.url is None else "output.state_dir"
             raise ConfigError(f"{key} {str(folder.path)!r} cannot be a folder: {str(above)!r} is a file")
     # Looked at before the plan: what drivers of other shards publish meanwhile has its plan by then.
     visible = sorted(_visible_files(folder))
-    has_plan = folder.plan_file.is_file()
-    if has_plan:
-        difference = describe_difference(load_plan(folder), plan)
-        if difference is not None:
-            raise ConfigError(
-                f"output folder {str(folder.path)!r} holds another job: {difference} (run --discard-changed "
-                "deletes that job's parts and begins anew)"
-            )
-    ours = set(plan.output_names()) if has_plan and plan.parts.url is None else set()
+    held = load_plan(folder) if folder.plan_file.is_file() else None
+    difference = None if held is None else describe_difference(held, plan)
+    if difference is not None and not may_differ:
+        raise ConfigError(
+            f"output folder {str(folder.path)!r} holds another job: {difference} (run --discard-changed "
+            "deletes that job's parts and begins anew)"
+        )
+    known = set(held.output_names()) if held is not None and held.parts.url is None else set()
     for path in visible:
-        if path not in ours:
+        if path not in known:
             raise ConfigError(f"output folder {str(folder.path)!r} holds {path!r}, which is not this job's")
-
-
-def discard_changed_job(folder: OutputFolder, plan: Plan) -> str | None:
-    """Delete the job that the folder holds if it is another than ``plan``: its parts, then its state.
-
-    Returns what differs, or None where the folder holds no job or this very one: nothing is deleted then.
-    ``ConfigError`` while a driver is at work on it, and for parts in a store, which are never replaced.
-    """
-    if not folder.plan_file.is_file():
-        return None
-    old = load_plan(folder)
-    difference = describe_difference(old, plan)
-    if difference is None:
-        return None
-    if old.parts.url is not None:
-        raise ConfigError(f"the parts under {old.parts.url!r} are never replaced: choose another output.path")
-    with DriverLock(folder):
-        for name in old.output_names():
-            folder.part_file(name).unlink(missing_ok=True)
-        # The plan goes last: killed before that, the same command finds the rest to delete.
-        for path in folder.state.iterdir():
-            if path != folder.plan_file:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-    shutil.rmtree(folder.state)
     return difference
 
 
@@ -240,12 +218,13 @@ def write_plan(folder: OutputFolder, plan: Plan) -> None:
         write_durably(temporary, plan.to_json().encode())
         is_first = try_link(temporary, folder.plan_file)
     except FileNotFoundError as error:  # the driver at work cleans up what it did not write itself
-        raise _occupied(folder) from error
+        raise occupied(folder) from error
     if not is_first:
         check_folder(folder, plan)
 
 
-def _occupied(folder: OutputFolder) -> ConfigError:
+def occupied(folder: OutputFolder) -> ConfigError:
+    """The refusal of a folder that another run works on."""
     return ConfigError(f"another run is at work on {str(folder.path)!r}; wait for it or stop it")
 
 
@@ -314,11 +293,11 @@ class DriverLock:
         try:
             self._file = open(path, "ab")
         except FileNotFoundError as error:
-            raise _occupied(self._folder) from error
+            raise occupied(self._folder) from error
         # A driver whose job was refused takes its folder away, and the lock that we waited for with it.
         if not _try_lock(self._file, self._shards) or not _is_at(self._file, path):
             self._file.close()
-            raise _occupied(self._folder)
+            raise occupied(self._folder)
         return self
 
     def __exit__(

@@ -12,6 +12,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from pipelines.counted import counted
+
 TIME_LEFT_UNKNOWN = "time left not known before a row is done"
 
 _REFRESH_INTERVAL_S = 0.5
@@ -44,7 +46,7 @@ class ProgressLine:
         """Bring the line up to date. The rates are of the moment, on the last line of the whole run."""
         facts = (
             f"prefill {prefill_tokens_per_s:.0f} tok/s, decode {decode_tokens_per_s:.0f} tok/s, "
-            f"{cache_hit_rate:.0%} cached, {num_errors} errors, {num_ranks} ranks"
+            f"{cache_hit_rate:.0%} cached, {counted(num_errors, 'error')}, {counted(num_ranks, 'rank')}"
         )
         if done == self._first < self._total and not is_last:
             facts = f"{TIME_LEFT_UNKNOWN}, {facts}"

@@ -13,6 +13,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
+from pipelines.counted import counted
 from pipelines.lengths import EDGES
 from pipelines.manifest import OutputFolder, replace_durably
 from pipelines.metrics import MetricsLine, read_metrics
@@ -134,7 +135,7 @@ def _tiles(status: JobStatus) -> str:
         (f"{short_number(status.num_tokens_per_s_per_rank)}/s", f"the same for each {unit}"),
         (f"{tally.cache_hit_rate:.1%}", "of prompt tokens cached"),
         (f"{wasted:.1%}", "of computed tokens wasted"),
-        (str(timedelta(seconds=round(status.seconds))), f"working time, {status.num_runs} runs"),
+        (str(timedelta(seconds=round(status.seconds))), f"working time, {counted(status.num_runs, 'run')}"),
         (f"{effort.rank_hours:.3g}", f"{unit}-hours"),
         (f"{effort.tail_idle_rank_s:,.1f} s", f"{unit}s idle at the end, added up"),
         (f"{status.num_rank_deaths:,}", "ranks lost"),

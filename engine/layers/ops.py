@@ -23,12 +23,10 @@ import kernels.number_formats as number_formats
 import kernels.rms_norm as rms_norm
 import kernels.rope as rope
 import kernels.sparse_attention as sparse_attention
-from engine.errors import ConfigError
-from engine.models.deepseek_v41_config import DeepseekV41Config
 from kernels.hyper_connections import SiteInput
 from kernels.indexer import SelectedEntries
 from kernels.moe import ExpertWeight, Routes
-from kernels.number_formats import SCALE_BLOCK, QuantisedRows
+from kernels.number_formats import QuantisedRows
 
 KernelImpl = Literal["triton", "torch"]
 
@@ -110,32 +108,3 @@ def build_ops(impl: KernelImpl) -> Ops:
         if name != "impl":
             found[name] = next(getattr(m, name + suffix) for m in _MODULES if hasattr(m, name + suffix))
     return Ops(impl=impl, **found)
-
-
-def resolve_kernel_impl(
-    asked: Literal["auto", "triton", "torch"], config: DeepseekV41Config, *, is_gpu: bool
-) -> KernelImpl:
-    """The asked implementation; "auto" is Triton where it can run. Raises ``ConfigError`` where it cannot."""
-    if asked == "torch":
-        return "torch"
-    reason = _unsupported_shape(config) if is_gpu else "this rank has no GPU"
-    if reason is None:
-        return "triton"
-    if asked == "triton":
-        raise ConfigError(f"engine.kernel_impl is triton, but {reason}")
-    return "torch"
-
-
-def _unsupported_shape(config: DeepseekV41Config) -> str | None:
-    """What no kernel serves, in words."""
-    if config.hc_mult != hyper_connections.NUM_STREAMS:
-        return f"hc_mult is {config.hc_mult}, its kernels serve {hyper_connections.NUM_STREAMS}"
-    if config.index_n_heads not in (16, 32, 64, 128) or config.index_head_dim not in (32, 64, 128, 256):
-        return f"no kernel serves {config.index_n_heads} index heads of {config.index_head_dim}"
-    size = config.candidate_block_size
-    if size & (size - 1) or size > 64:
-        return f"candidate_block_size is {size}, its kernels serve powers of two up to 64"
-    for name in ("hidden_size", "moe_intermediate_size"):
-        if getattr(config, name) % SCALE_BLOCK:
-            return f"{name} is {getattr(config, name)}, expert products serve multiples of {SCALE_BLOCK}"
-    return None

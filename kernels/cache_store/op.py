@@ -30,8 +30,6 @@ def store_window_kv(
     *,
     eps: float,
     is_packed: bool,
-    ring: Tensor | None = None,
-    ring_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalise, rotate and quantise the step's window keys.
@@ -41,9 +39,6 @@ def store_window_kv(
         weight: [head_dim] fp32 of the norm; eps: of the norm.
         cos, sin: [num_rows, rope_dim / 2] fp32; the last channels rotate.
         is_packed: store e4m3 with an e8m0 scale per 32 channels; else the dtype of ``kv``.
-        ring: [num_ring_rows, width], also written where ``ring_slots`` says. Only for steps in which no row
-            needs what is overwritten (decode); otherwise attend first and then ``copy_rows``.
-        ring_slots: [num_rows] int32 or int64, -1 = do not write.
         out: [num_rows, width], the step's rows; None allocates.
 
     Returns:
@@ -65,8 +60,8 @@ def store_window_kv(
         weight,
         cos,
         sin,
-        ring_slots,
-        ring,
+        None,
+        None,
         out,
         None,
         eps,
@@ -216,10 +211,6 @@ def _launch(
     expect_tensor("weight", weight, (dim,), (torch.float32,), like=source)
     expect_tensor("cos", cos, (num_rows, None), (torch.float32,), like=source)
     expect_tensor("sin", sin, cos.shape, (torch.float32,), like=source)
-    if (slots is None) != (pool is None):
-        raise ValueError(
-            f"slots: expected with a pool alone, got slots {slots is not None}, pool {pool is not None}"
-        )
     if slots is not None and pool is not None:
         expect_tensor("slots", slots, (num_rows,), INDICES, like=source)
         expect_tensor("pool", pool, (None, width), (store_dtype,), like=source)

@@ -19,15 +19,10 @@ def store_window_kv_reference(
     *,
     eps: float,
     is_packed: bool,
-    ring: Tensor | None = None,
-    ring_slots: Tensor | None = None,
 ) -> Tensor:
-    """The op's signature and returns; writes ``ring`` in place."""
+    """The op's signature and returns."""
     rotated = apply_rope_reference(rms_norm_reference(kv, weight, eps=eps), cos, sin)
-    rows = pack_fp8(rotated) if is_packed else rotated
-    if ring is not None and ring_slots is not None:
-        _write(ring, ring_slots, rows)
-    return rows
+    return pack_fp8(rotated) if is_packed else rotated
 
 
 def compress_and_store_reference(

@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from kernels.argument_checks import FLOATS, expect_dense, expect_output, expect_tensor
+from kernels.float_pieces import split_float32
 from kernels.hyper_connections.kernel import (
     PARTIAL_WIDTH,
     collapse_norm_kernel,
@@ -52,14 +53,8 @@ def choose_part(width: int) -> int | None:
 
 
 def split_mix_weight(fn: Tensor) -> Tensor:
-    """An fp32 weight as three bfloat16 pieces whose sum it is, exactly: [...] -> [3, ...], largest first."""
-    pieces, rest = [], fn.float()
-    for _ in range(3):
-        # Cutting bits off, not rounding, so that three times 8 bits hold all 24.
-        top = (rest.contiguous().view(torch.int32) & -65536).view(torch.float32)
-        pieces.append(top.to(torch.bfloat16))
-        rest = rest - top
-    return torch.stack(pieces)
+    """An fp32 weight as the three bfloat16 pieces of ``split_float32``, which raises ``ValueError``."""
+    return split_float32(fn)
 
 
 def mix_streams(

@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from kernels.argument_checks import FLOATS, expect_output, expect_tensor
+from kernels.float_pieces import split_float32
 from kernels.moe.reference import Routes
 from kernels.moe.routing_kernel import (
     choose_experts_kernel,
@@ -51,18 +52,13 @@ def choose_gate_config(num_experts: int, width: int, dtype: torch.dtype) -> Gate
 
 
 def split_gate(gate: Tensor) -> Tensor:
-    """An fp32 gate as the bfloat16 pieces whose sum it is, exactly: [E, D] -> [1 to 3, E, D], largest first.
+    """An fp32 gate as bfloat16 pieces: [E, D] -> [1 to 3, E, D], those of ``split_float32`` but for zeros.
 
-    A gate published in bfloat16 is one piece. Called once at load: it looks at the values.
+    A gate published in bfloat16 is one piece. Raises ``ValueError`` if a value is not finite.
     """
-    pieces: list[Tensor] = []
-    rest = gate.float()
-    while not pieces or bool((rest != 0).any()):
-        # Cutting bits off, not rounding, so that three times 8 bits hold all 24.
-        top = (rest.contiguous().view(torch.int32) & -65536).view(torch.float32)
-        pieces.append(top.to(torch.bfloat16))
-        rest = rest - top
-    return torch.stack(pieces)
+    pieces = split_float32(gate)
+    num_pieces = max(1, sum(bool((piece != 0).any()) for piece in pieces))
+    return pieces[:num_pieces].contiguous()
 
 
 def route_tokens(

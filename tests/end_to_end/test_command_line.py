@@ -76,6 +76,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return ds.dataset(files).to_table().to_pylist()
 
 
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def arguments_of(tmp_path: Path, output: Path, num_ranks: int) -> list[object]:
     settings = [
         "sampling.max_tokens=12",
@@ -150,13 +154,31 @@ def test_a_killed_driver_goes_on_and_too_many_errors_say_3(tmp_path: Path) -> No
     ]
 
 
-def test_other_settings_in_a_folder_that_holds_a_job_are_refused(tmp_path: Path) -> None:
+def test_other_settings_in_a_folder_that_holds_a_job_are_refused_or_replace_it(tmp_path: Path) -> None:
     write_rows(tmp_path / "in")
     output = tmp_path / "out"
     arguments = [*arguments_of(tmp_path, output, 1), "--set", "output.max_error_rate=1.0"]
     assert batch_generate(*arguments).returncode == 0
-    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    refused = batch_generate(*arguments, "--set", "sampling.temperature=0.5")
+    before = files_of(output)
+    changed = [*arguments, "--set", "sampling.temperature=0.5"]
+    refused = batch_generate(*changed)
     assert refused.returncode == 2
     assert "sampling.temperature was 1.0 and is now 0.5" in refused.stderr
-    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    assert before == files_of(output)
+
+    # Whoever finds that the job cannot run, the cluster or a rank: the old one is there until then.
+    for setting, says in [
+        ("engine.device=cuda", "the cluster has no GPU"),
+        ("engine.kernel_impl=triton", "engine.kernel_impl is triton, but this rank has no GPU"),
+    ]:
+        refused = batch_generate(*changed, "--discard-changed", "--set", setting)
+        assert refused.returncode == 2, refused.stderr
+        assert says in refused.stderr
+        assert before == files_of(output)
+
+    done = batch_generate(*changed, "--discard-changed")
+    assert done.returncode == 0, done.stderr
+    assert "deleted the job that" in done.stderr
+    assert {entry.name for entry in output.iterdir() if entry.suffix != ".parquet"} == {"_overnight"}
+    assert len(read(output)) == 24
+    assert all(path.read_bytes() != before[path] for path in output.glob("*.parquet"))

@@ -29,7 +29,7 @@ from engine.layers.ops import KernelImpl, Ops, build_ops
 from engine.loader import WeightReader
 from engine.models.deepseek_v41 import DeepseekV41Model
 from engine.models.deepseek_v41_config import DeepseekV41Config, load_model_config
-from engine.scheduler import ScheduledBatch, ScheduledChunk
+from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from engine.sequence import Sequence
 from kernels.number_formats import ActivationMode
 
@@ -237,7 +237,6 @@ def _run_step(
                 cached_until=0,
                 mode=mode,
                 samples=done + length == len(run.prompt),
-                is_fresh=done == 0,
             )
         )
     if not chunks:

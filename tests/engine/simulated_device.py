@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from engine.block_manager import Move
 from engine.config import KV_BLOCK_SIZE
 from engine.layer_rows import ModelShape
-from engine.scheduler import Move, ScheduledBatch, ScheduledChunk
+from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from engine.sequence import Sequence
 
 Content = tuple[int, int]
@@ -31,6 +32,7 @@ class SimulatedDevice:
         self._known: dict[Sequence, list[int]] = {}
         self.blocks: dict[str, dict[int, dict[int, int]]] = {"device": {}, "host": {}}
         self.states: dict[str, dict[int, Ring]] = {"device": {}, "host": {}}
+        self._owners: dict[int, Sequence | None] = {}  # whose each state slot is; None: restored, not yet run
         self.num_row_layers = 0
 
     def run(self, batch: ScheduledBatch) -> None:
@@ -61,6 +63,8 @@ class SimulatedDevice:
             for move in run:
                 assert move.source in store[place], f"{move} copies what was never written"
                 store[move.target_place][move.target] = dict(store[place][move.source])
+                if kind == "state" and move.target_place == "device":
+                    self._owners[move.target] = None
 
     def _check_prefix_before(self, chunk: ScheduledChunk) -> None:
         """All rows that exist already are in the table's blocks, before anything of this step is written."""
@@ -74,8 +78,11 @@ class SimulatedDevice:
         seq, shape, end = chunk.seq, self.shape, chunk.end
         assert seq.state_slot is not None
         ids = self.prefix_ids(seq, end)
-        ring = {} if chunk.is_fresh else self.states["device"][seq.state_slot]
-        self.states["device"][seq.state_slot] = ring
+        slot = seq.state_slot
+        is_own = slot in self._owners and self._owners[slot] in (seq, None)
+        ring = self.states["device"][slot] if is_own else {}  # nothing of another's may be read
+        self.states["device"][slot] = ring
+        self._owners[slot] = seq
         rows = chunk.layer_rows(shape)
         for row in range(max(chunk.start, chunk.cached_until), end):
             assert row >= rows.first_input[shape.decoder_start], "a row to compress has no input"

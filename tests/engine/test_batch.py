@@ -15,7 +15,7 @@ from engine.batch import BatchInputs
 from engine.config import KV_BLOCK_SIZE, ROW_PADDING
 from engine.layer_rows import ModelShape, replay_start
 from engine.layers.ngrams import NgramTables
-from engine.scheduler import ScheduledBatch, ScheduledChunk
+from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from engine.sequence import Sequence
 
 CPU = torch.device("cpu")
@@ -65,7 +65,6 @@ def random_step(seed: int, mode: str) -> Step:
                 cached_until=cached,
                 mode=mode,
                 samples=start + count == length,
-                is_fresh=False,
             )
         )
     return Step(chunks, BatchInputs(ScheduledBatch(chunks=chunks), SHAPE, TABLES, CPU, num_states=NUM_STATES))

@@ -158,7 +158,6 @@ def test_c09_scratch_does_not_grow_with_the_context(tmp_path: Path) -> None:
             cached_until=0,
             mode="full",
             samples=True,
-            is_fresh=False,
         )
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

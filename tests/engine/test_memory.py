@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+import engine.auto_settings as auto_settings
 from benchmarks import make_checkpoint
 from engine import ConfigError, EngineConfig, MemoryEstimate, Request, SamplingParams, estimate_memory
 from engine.config import KV_BLOCK_SIZE
@@ -26,6 +29,8 @@ from engine.models.deepseek_v41_config import load_model_config
 from engine.peer_memory import ExchangeSize
 from engine.scheduled_batch import ScheduledChunk
 from engine.sequence import Sequence
+from kernels.hyper_connections import NUM_STREAMS
+from kernels.number_formats import SCALE_BLOCK
 from tests.conftest import ROOT
 from tests.engine.test_decode_graphs import with_rooms
 
@@ -295,3 +300,19 @@ def test_a_long_limit_costs_short_rows_nothing_on_a_gpu(large: Path) -> None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
     print(f"peaks at 8 k, 8 k, 1 M: {peaks}")
     assert peaks[2] == pytest.approx(peaks[1], rel=0.03)
+
+
+def test_no_kernels_are_planned_for_a_shape_that_they_do_not_serve(tmp_path: Path) -> None:
+    shutil.copytree(FOLDERS[0], tmp_path / "model")
+    config = EngineConfig(model=str(tmp_path / "model"), device="cuda")
+    assert estimate_memory(config).num_graph_bytes > 0
+    path = tmp_path / "model" / "config.json"
+    path.write_text(path.read_text().replace('"candidate_block_size": 4', '"candidate_block_size": 128'))
+    assert estimate_memory(config).num_graph_bytes == 0
+    with pytest.raises(ConfigError, match="kernel_impl is triton, but candidate_block_size is 128"):
+        estimate_memory(replace(config, kernel_impl="triton"))
+
+
+def test_a_plan_knows_the_kernels_own_numbers() -> None:
+    assert auto_settings.NUM_STREAMS == NUM_STREAMS
+    assert auto_settings.SCALE_BLOCK == SCALE_BLOCK

@@ -11,7 +11,8 @@ from engine.api import Request, SamplingParams
 from engine.config import KV_BLOCK_SIZE
 from engine.errors import RequestRejected
 from engine.layer_rows import ModelShape
-from engine.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
+from engine.scheduled_batch import ScheduledBatch
+from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence, SequenceStatus
 from tests.engine.simulated_device import SimulatedDevice
 

@@ -212,7 +212,7 @@ def test_status_prints_the_equation() -> None:
     assert commands.format_status(status).splitlines() == [
         "running: 2 of 4 shards committed, 4 of 10 rows, 0:00:05 left",
         "rows read 8 = ok 4 + error 1 + in flight 3",
-        "last run: 1 rows reused, 4 run; 2 runs, 1 ranks lost, 8.0 s in all",
+        "last run: 1 row reused, 4 run; 2 runs, 1 rank lost, 8.0 s in all",
         "errors: prompt_too_long 1",
         "tokens: 30 in (6 cached, 20.0%), 10 out, 5.0 a second, 2.5 a second and rank",
         "computed: 50 tokens, of them wasted 10 = after preemptions 3 + replayed 1 + lost with ranks 2 + lost with runs 4",
@@ -317,9 +317,9 @@ def test_a_slice_tells_of_itself_and_nothing_is_started_for_what_is_committed(
 
     run_without_ray(flags, setting, part=(0, 2))
     too_many = "that is more than output.max_error_rate (0.05) allows"
-    assert closing(code=3) == f"7 rows ok, 1 error rows, under {out}; {too_many}"
+    assert closing(code=3) == f"7 rows ok, 1 error row, under {out}; {too_many}"
     assert closing("--slice", "0/2", "--set", "output.max_error_rate=0.5") == (
-        f"slice 0/2: its 2 shards are committed (3 rows ok, 1 error rows), under {out}; "
-        "so is the whole job (7 rows ok, 1 error rows)"
+        f"slice 0/2: its 2 shards are committed (3 rows ok, 1 error row), under {out}; "
+        "so is the whole job (7 rows ok, 1 error row)"
     )
     assert run_command("status", str(out)).stdout.startswith("finished: 4 of 4 shards committed")

@@ -87,7 +87,7 @@ def test_replicas_that_cannot_be_are_refused_before_anything_is_written(
     refused(tmp_path, anywhere, "each replica needs 6 GPUs on one node, and the cluster has room for 0 of 1")
 
 
-def test_a_length_beyond_the_models_is_refused_before_ray_is_started(
+def test_settings_that_no_rank_can_have_are_refused_before_ray_is_started(
     tmp_path: Path, make_job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(**_: object) -> None:
@@ -99,6 +99,8 @@ def test_a_length_beyond_the_models_is_refused_before_ray_is_started(
     with pytest.raises(ConfigError, match=says):
         forecast_job(job, max_num_rows=None, seed=0)
     plan_job(make_job("engine.max_model_len=8192"))
+    job = make_job("engine.kernel_impl=triton", "engine.device=cpu")
+    refused(tmp_path, job, "^engine.kernel_impl is triton, but this rank has no GPU$")
 
 
 @pytest.mark.parametrize("moment", ["planning", "starting", "started"])
@@ -165,9 +167,9 @@ def test_a_run_says_what_takes_time_before_it_does_it(
     assert run_job(job) == 75
     messages = [
         f"reading the input {job.input.path}",
-        "5 rows in 1 shards",
+        "5 rows in 1 shard",
         "starting a Ray on this machine",
-        f"Ray is up; up to 1 ranks load {job.model.path}",
+        f"Ray is up; {job.model.path} is loaded by up to 1 rank",
     ]
     assert said == [messages[:1], messages[:3], messages]
 

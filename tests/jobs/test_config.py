@@ -191,6 +191,13 @@ def test_a_number_that_nothing_could_hold_is_refused_at_start(name: str) -> None
     assert name.partition(".")[2] in refusal(f"{name}={10**23}")
 
 
+@pytest.mark.parametrize("name", ["num_host_kv_blocks", "num_host_states"])
+def test_host_memory_that_is_none_and_some_is_refused(name: str) -> None:
+    assert refusal("engine.host_memory_bytes=0", f"engine.{name}=3") == (
+        f"engine: {name} is 3, but host_memory_bytes is 0, which keeps nothing there"
+    )
+
+
 @pytest.mark.parametrize("section", ["model", "input", "output"])
 def test_a_missing_path_says_how_to_give_it(section: str) -> None:
     flags = {key: value for key, value in PATHS.items() if not key.startswith(section)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def test_the_exit_code_says_whether_the_job_can_succeed(
     rate = ["--set", "output.max_error_rate=1.0"]
     assert cli.batch_generate(["plan", *flags, *rate, *overrides, "--tokens-per-s", "10"]) == code
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rows: 2 in 1 file, 1 shard; prompts in column 'prompt_token_ids'"
     assert lines[1].startswith("tokens (exact, every row): 1 in")
     assert lines[-1].startswith(text)
     assert not (tmp_path / "out").exists()
@@ -109,9 +111,10 @@ def test_an_answer_without_a_limit_is_as_long_as_the_pool_allows(tmp_path: Path)
     assert "engine.num_kv_blocks" not in with_limit.plan.settings
 
 
-def test_a_plan_for_a_gpu_that_is_not_here_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["engine.device=cuda", "engine.kernel_impl=triton"])
+def test_a_plan_for_a_gpu_that_is_not_here_says_so(tmp_path: Path, setting: str) -> None:
     write(tmp_path, [[1]])
-    text = format_forecast(forecast(tmp_path, "engine.device=cuda")).splitlines()[-1]
+    text = format_forecast(forecast(tmp_path, setting)).splitlines()[-1]
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     assert text.startswith("the job can run")
     assert ("this machine has none" in text) is not has_gpu
@@ -163,3 +166,26 @@ def test_a_ranks_memory_is_that_of_its_share_of_the_experts(tmp_path: Path) -> N
     assert shared.num_scratch_bytes > alone.num_scratch_bytes, "all ranks' rows pass through each"
     with pytest.raises(ConfigError, match="12 experts a layer cannot be split evenly among so many"):
         forecast(tmp_path, "cluster.ranks_per_replica=5")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([], "the model's dtype is 'float16': set engine.dtype to float32 or bfloat16"),
+        (
+            ["dtype=float32", "kernel_impl=triton", "device=cpu"],
+            "kernel_impl is triton, but this rank has no GPU",
+        ),
+        (
+            ["dtype=float32", "kernel_impl=torch", "device=cuda", "engram=host"],
+            "needs engine.kernel_impl triton",
+        ),
+    ],
+)
+def test_what_no_engine_can_have_is_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
+    write(tmp_path, [[1]])
+    shutil.copytree(MODEL, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "bfloat16"', '"dtype": "float16"'))
+    with pytest.raises(ConfigError, match=says):
+        forecast(tmp_path, f"model.path={tmp_path}/model", *(f"engine.{setting}" for setting in overrides))

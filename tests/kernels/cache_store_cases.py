@@ -99,15 +99,11 @@ def pool_case(
     row_counts: tuple[int, ...],
     ratio: int = 1,
 ) -> OpCase:
-    """Stores through slots: "ring" (window rows), "entry" (with their latents left out) or "index"."""
-    fmt = "window" if kind == "ring" else kind
+    """Stores through slots: "entry" (with their latents left out) or "index"."""
 
     def call(i: Inputs, pool: Tensor, is_reference: bool) -> None:
         norm = [i["weight"], i["cos"], i["sin"]]
-        if kind == "ring":
-            window_op = store_window_kv_reference if is_reference else store_window_kv
-            window_op(i["rows"], *norm, eps=EPS, is_packed=is_packed, ring=pool, ring_slots=i["slots"])
-        elif kind == "index":
+        if kind == "index":
             index_op = store_index_keys_reference if is_reference else store_index_keys
             index_op(i["rows"], *norm, i["slots"], pool, eps=EPS)
         else:
@@ -116,7 +112,7 @@ def pool_case(
 
     def reference(i: Inputs) -> Outputs:
         n = 2 * num_rows
-        pool = torch.zeros_like(pool_like(fmt, i, n, dim, dtype, is_packed))
+        pool = torch.zeros_like(pool_like(kind, i, n, dim, dtype, is_packed))
         call(i, pool, True)
         return {"pool": pool[i["slots"][i["slots"] >= 0]]}
 
@@ -124,7 +120,7 @@ def pool_case(
         name=name,
         build=lambda seed, device: store_inputs(seed, device, num_rows, dim, dtype),
         row_inputs=("slots", "cos", "sin", "group_rows", *(("rows",) if kind != "entry" else ())),
-        outputs=lambda i, n: {"pool": pool_like(fmt, i, 2 * num_rows + 3, dim, dtype, is_packed)},
+        outputs=lambda i, n: {"pool": pool_like(kind, i, 2 * num_rows + 3, dim, dtype, is_packed)},
         run=lambda i, out: call(i, out["pool"], False),
         reference=reference,
         written_rows=lambda i: i["slots"],
@@ -207,8 +203,6 @@ CASES = [
     window_case("window-fp32-plain", 9, 64, F, False, (1, 5)),
     window_case("window-bf16-release", 300, 512, B, True, MANY),
     window_case("window-bf16-plain", 70, 512, B, False, (1, 5)),
-    pool_case("ring", "ring-fp32-packed", 23, 64, F, True, (1, 5)),
-    pool_case("ring", "ring-bf16-release", 300, 512, B, True, MANY),
     pool_case("entry", "entry-fp32-packed-1", 23, 64, F, True, (1, 5), 1),
     pool_case("entry", "entry-fp32-packed-2", 23, 64, F, True, (1, 5), 2),
     pool_case("entry", "entry-fp32-plain-2", 9, 64, F, False, (1, 5), 2),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.cache_store import compress_and_store, store_index_keys, store_window_kv
-from kernels.number_formats import pack_fp4_entry, pack_fp4_index, pack_fp8, unpack_fp8
+from kernels.number_formats import pack_fp4_entry, pack_fp4_index, pack_fp8
 from tests.kernels.cache_store_cases import CASES, EPS, store_inputs
 from tests.kernels.contract import Gate, OpCase, contract_device, contract_params, equal_bytes
 
@@ -53,22 +53,9 @@ def test_packed_bytes_are_the_reference_packing_of_the_plain_rows(dim: int, dtyp
     assert equal_bytes(entries[slots], pack_fp4_entry(plain_entries[slots]))
 
 
-def test_a_ring_row_equals_the_step_row() -> None:
-    i = store_inputs(5, contract_device(), 23, 64, torch.float32)
-    ring = torch.zeros(50, 66, dtype=torch.uint8, device=i["rows"].device)
-    rows = store_window_kv(
-        i["rows"], i["weight"], i["cos"], i["sin"], eps=EPS, is_packed=True, ring=ring, ring_slots=i["slots"]
-    )
-    is_kept = i["slots"] >= 0
-    assert equal_bytes(ring[i["slots"][is_kept]], rows[is_kept])
-    assert bool(torch.isfinite(unpack_fp8(rows)).all())
-
-
 def test_a_wrong_argument_is_named() -> None:
     i = store_inputs(0, torch.device("cpu"), 4, 64, torch.float32)
     arguments = [i["rows"], i["weight"], i["cos"], i["sin"]]
-    with pytest.raises(ValueError, match=r"^slots: expected with a pool alone"):
-        store_window_kv(*arguments, eps=EPS, is_packed=True, ring_slots=i["slots"])
     with pytest.raises(ValueError, match=r"^pool: expected shape"):
         store_index_keys(*arguments, i["slots"], torch.zeros(9, 35, dtype=torch.uint8), eps=EPS)
     with pytest.raises(ValueError, match=r"^open_groups: expected a tensor at ratio 2"):

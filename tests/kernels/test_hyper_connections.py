@@ -71,6 +71,9 @@ def test_pieces_add_up_to_the_weight() -> None:
     pieces = split_mix_weight(fn)
     assert pieces.dtype == torch.bfloat16
     assert equal_bytes(pieces[0].float() + pieces[1].float() + pieces[2].float(), fn)
+    fn[3, 4] = float("nan")
+    with pytest.raises(ValueError, match="expected finite values"):
+        split_mix_weight(fn)
 
 
 def test_streams_may_be_updated_in_place() -> None:

@@ -271,6 +271,18 @@ def test_pieces_add_up_to_the_gate() -> None:
     assert pieces.dtype == torch.bfloat16
     assert equal_bytes(pieces.float().flip(0).cumsum(0)[-1], gate)
     assert split_gate(gate.bfloat16().float()).shape == (1, 5, 64)
+    assert split_gate(gate.zero_()).shape == (1, 5, 64)
+
+
+@pytest.mark.timeout(30)  # a gate that cannot be split must not be tried for ever
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gate_that_is_not_finite_is_refused(value: float) -> None:
+    gate = torch.ones(5, 64)
+    gate[3, 4] = value
+    with pytest.raises(ValueError, match="expected finite values"):
+        split_gate(gate)
+    gate[3, 4] = 1e-45  # less than a piece can hold
+    assert split_gate(gate).shape == (1, 5, 64)
 
 
 def test_tiles_follow_from_shapes_alone() -> None:

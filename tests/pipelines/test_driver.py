@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,8 @@ from pipelines.driver import Driver, JobFailed, Outcome, StopRequest
 from pipelines.manifest import OutputFolder
 from pipelines.rank_protocol import Orders, RankDied
 from pipelines.report import read_runs, read_status
+from pipelines.row_costs import RowCosts, estimate_costs
+from pipelines.source import RowReader
 from tests.fake_engine import POISON_ID, REFUSED_ID, FakeEngine, expected_token_ids
 from tests.small_jobs import (
     InProcessFleet,
@@ -232,6 +236,29 @@ def test_a_stopped_job_goes_on_where_it_was(tmp_path: Path, folder: OutputFolder
     after = read_status(folder.path)
     assert (after.num_reused, after.num_run) == (before.num_ok, 90 - before.num_ok)
     check_answers(read_output(folder.path), prompts)
+
+
+def test_a_stop_while_lengths_are_read_leaves_no_file_open_and_reads_no_more(
+    tmp_path: Path, folder: OutputFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_prompts(tmp_path / "in.parquet", random_prompts(random.Random(5), 40))
+    driver, _ = start_run(folder, make_plan(tmp_path / "in.parquet", 10))
+    made: list[RowReader] = []
+
+    def make(*arguments: Any, **options: Any) -> RowReader:
+        made.append(RowReader(*arguments, **options))
+        return made[-1]
+
+    def estimate(*arguments: Any) -> RowCosts:
+        driver.request_stop(StopRequest.DRAIN)
+        return estimate_costs(*arguments)
+
+    monkeypatch.setattr("pipelines.driver.RowReader", make)
+    monkeypatch.setattr("pipelines.driver.estimate_costs", estimate)
+    assert driver.run() is Outcome.STOPPED
+    assert len(made) == 1
+    links = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    assert str(tmp_path / "in.parquet") not in links
 
 
 def after_exchanges(fleet: InProcessFleet, number: int, then: Callable[[], list]) -> None:

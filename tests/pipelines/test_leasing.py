@@ -65,7 +65,7 @@ def run(ledger: Ledger, costs: dict[int, RowCosts], num_ranks: int, capacity: in
     ranks = [SimulatedRank(capacity, is_serial=is_serial) for _ in range(num_ranks)]
     capacities = dict.fromkeys(range(num_ranks), capacity)
     ticks = makespan = 0
-    while not ledger.is_settled:
+    while ledger.num_unleased or any(map(ledger.num_outstanding, capacities)):
         for slot, rank in enumerate(ranks):
             if (ticks + slot) % NEWS_EVERY == 0 or ticks == 0:
                 for report in rank.report():

@@ -19,7 +19,6 @@ from pipelines.manifest import (
     Tally,
     check_folder,
     claim_run,
-    discard_changed_job,
     is_driver_alive,
     load_plan,
     write_plan,
@@ -165,22 +164,3 @@ def test_tallies_add_up() -> None:
     both = a + b
     assert (both.num_ok, both.num_error, both.num_rows) == (5, 4, 9)
     assert both.errors == {"x": 3, "y": 1}
-
-
-def test_a_changed_job_is_discarded_whole_and_only_then(folder: OutputFolder, source: Path) -> None:
-    plan = make_plan(source, rows_per_shard=2, temperature=0.5)
-    assert discard_changed_job(folder, plan) is None
-    write_plan(folder, plan)
-    for name in plan.output_names():
-        folder.part_file(name).write_bytes(b"a part")
-    before = sorted(path for path in folder.path.rglob("*"))
-    assert discard_changed_job(folder, make_plan(source, rows_per_shard=2, temperature=0.5)) is None
-    assert sorted(path for path in folder.path.rglob("*")) == before
-
-    other = make_plan(source, rows_per_shard=2, temperature=0.7)
-    with DriverLock(folder), pytest.raises(ConfigError, match="another run is at work"):
-        discard_changed_job(folder, other)
-    assert sorted(path for path in folder.path.rglob("*") if path != folder.lock_file) == before
-    folder.path.joinpath("notes.txt").write_text("not ours")
-    assert discard_changed_job(folder, other) == "temperature was 0.5 and is now 0.7"
-    assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]

@@ -88,7 +88,7 @@ class Ranks:
 
     def finish(self, seed: int = 0) -> None:
         random_ = random.Random(seed)
-        while not self.ledger.is_settled:
+        while self.ledger.num_unleased or any(map(self.ledger.num_outstanding, self.capacities)):
             self.run_batch(random_.choice(list(self.capacities)))
         self.ledger.check()
 
