@@ -21,7 +21,8 @@ from engine.errors import ConfigError, EngineDead, PeerLost, RequestRejected
 from engine.model_runner import ModelRunner
 from engine.models.deepseek_v41_config import load_model_config
 from engine.sampler import SampledTokens, Sampler, SamplingRow
-from engine.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
+from engine.scheduled_batch import ScheduledBatch
+from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 
 

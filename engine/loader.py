@@ -113,6 +113,13 @@ class WeightReader:
             raise ConfigError(f"tensor {name} is stored as {stored.dtype}, expected a plain float")
         return stored.to(dtype or self.dtype)
 
+    def finite(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """An unquantised tensor in fp32 that is cut into pieces, as only finite numbers can be."""
+        found = self.tensor(name, shape, torch.float32)
+        if not found.is_meta and not bool(found.isfinite().all()):
+            raise ConfigError(f"tensor {name} has values that are not finite")
+        return found
+
     def linear(
         self, name: str, out_features: int, in_features: int, dtype: torch.dtype | None = None
     ) -> Tensor:

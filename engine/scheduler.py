@@ -19,7 +19,7 @@ from engine.prefix_reuse import ReusePlan, ReusePolicy
 from engine.scheduled_batch import ScheduledBatch, ScheduledChunk, SchedulerStats
 from engine.sequence import Sequence, SequenceStatus
 
-__all__ = ["ScheduledBatch", "Scheduler", "SchedulerConfig"]
+__all__ = ["Scheduler", "SchedulerConfig"]
 
 ADMISSION_LOOKAHEAD = 64
 """How far down the waiting queue one step looks."""

@@ -24,7 +24,7 @@ class HyperConnection:
         k = config.hc_mult
         size = 2 * k + k * k
         self.norm_weight = reader.tensor(norm_name, (config.hidden_size,), torch.float32)
-        fn = reader.tensor(f"{prefix}_fn", (size, k * config.hidden_size), torch.float32)
+        fn = reader.finite(f"{prefix}_fn", (size, k * config.hidden_size))
         self.fn = ops.mix_weight(fn, reader.dtype)
         self.base = reader.tensor(f"{prefix}_base", (size,), torch.float32)
         self.scale = reader.tensor(f"{prefix}_scale", (3,), torch.float32)

@@ -44,7 +44,7 @@ class MoE:
             "mode": activations.mode,
             "dtype": reader.dtype,
         }
-        gate = reader.tensor(f"{prefix}.gate.weight", (experts, hidden), torch.float32)
+        gate = reader.finite(f"{prefix}.gate.weight", (experts, hidden))
         self._gate = ops.gate_weight(gate, reader.dtype)
         self._bias = reader.tensor(f"{prefix}.gate.bias", (experts,), torch.float32)
         # The bias of image tokens; text never uses it, but it is part of every checkpoint.

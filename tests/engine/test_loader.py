@@ -113,6 +113,17 @@ def test_a_wrong_shape_is_named_with_both(
     assert f"has shape {list(shape)}, expected {expected}" in str(refused.value)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["layers.1.ffn.gate.weight", "layers.0.hc_ffn_fn"])
+def test_a_weight_that_must_be_finite_is_named_where_it_is_not(
+    plain: Path, tmp_path: Path, name: str, value: float
+) -> None:
+    broken = load_file(plain / "model.safetensors")[name].clone()
+    broken.view(-1)[3] = value
+    with pytest.raises(ConfigError, match=f"tensor {name} has values that are not finite"):
+        build(changed(plain, tmp_path / "m", {name: broken}))
+
+
 def test_a_wrong_scale_shape_is_named_with_both(quantised: Path, tmp_path: Path) -> None:
     name = "layers.0.ffn.experts.0.w2.scale"
     wrong = torch.zeros(64, 2, dtype=torch.uint8).view(torch.float8_e8m0fnu)
