@@ -137,7 +137,7 @@ def decode_chunk(rng: random.Random, slot: int, length: int) -> ScheduledChunk:
     seq.state_slot, seq.block_table = slot, array("q", rng.sample(range(1, 40_000), num_blocks))
     return ScheduledChunk(
         seq=seq, start=length - 1, num_tokens=1, tail_end=length, cached_until=0,
-        mode="full", samples=True, is_fresh=False,
+        mode="full", samples=True,
     )  # fmt: skip
 
 

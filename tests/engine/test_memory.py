@@ -232,7 +232,7 @@ def test_block_tables_of_all_contexts_are_planned_and_taken_when_they_come() -> 
             seq.state_slot, seq.block_table = 0, array("q", range(num_tokens // KV_BLOCK_SIZE))
             chunk = ScheduledChunk(
                 seq=seq, start=num_tokens - 1, num_tokens=1, tail_end=num_tokens, cached_until=0,
-                mode="full", samples=True, is_fresh=False,
+                mode="full", samples=True,
             )  # fmt: skip
             buffers.load([chunk], num_rows, num_tokens)
             assert held_bytes(buffers, set()) == room_bytes(64, num_tokens)
