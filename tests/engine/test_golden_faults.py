@@ -34,7 +34,7 @@ from tests.engine.golden_harness import (
 T = TypeVar("T", Linear, QuantisedLinear)
 
 FOLDER = MODEL_FOLDERS["tiny"]
-NUM_ROWS = 100  # of the longest prompt, that the golden keeps
+NUM_ROWS = 80  # of the longest prompt, that the golden keeps
 
 CONFIG_FAULTS: dict[str, dict[str, object]] = {
     "one Sinkhorn iteration": {"hc_sinkhorn_iters": 1},
