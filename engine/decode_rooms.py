@@ -14,7 +14,7 @@ from engine.config import KV_BLOCK_SIZE, padded
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 512
-"""With more rows the device takes longer for a step than the host."""
+"""Steps of more rows are launched. A guess: at 256, the most measured, a replay takes 0.4 of that time."""
 
 MAX_GRAPHS = 32
 """A rank keeps no more: a further one takes the place of one that has not been replayed for long."""

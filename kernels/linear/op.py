@@ -44,7 +44,8 @@ def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
         [num_rows, out_features], dtype of ``x``.
 
     Raises:
-        ValueError: an argument is not as described.
+        ValueError: an argument is not as described, or a row of bfloat16 or fp8 not at a multiple of 16 bytes
+            where Hopper's kernel reads or writes it.
     """
     expect_tensor("x", x, (None, None), FLOATS, is_strided=True)
     expect_tensor("weight", weight, (None, x.shape[1]), (x.dtype,), like=x)
@@ -71,7 +72,8 @@ def fp8_linear(
         [num_rows, out_features] in ``dtype``. Section 10 of the model page.
 
     Raises:
-        ValueError: an argument is not as described.
+        ValueError: an argument is not as described, or a row of bfloat16 or fp8 not at a multiple of 16 bytes
+            where Hopper's kernel reads or writes it.
     """
     if dtype not in FLOATS:
         raise ValueError(f"dtype: expected {' or '.join(map(str, FLOATS))}, got {dtype}")
@@ -110,7 +112,8 @@ def grouped_linear(
         [num_rows, num_groups * group_out], dtype of ``x``.
 
     Raises:
-        ValueError: an argument is not as described.
+        ValueError: an argument is not as described, or a row of bfloat16 or fp8 not at a multiple of 16 bytes
+            where Hopper's kernel reads or writes it.
     """
     expect_tensor("x", x, (None, None), FLOATS, is_strided=True)
     num_rows, in_features = x.shape
@@ -193,15 +196,15 @@ def _launch(
         return out
     product = _product_of(x, weight)
     capability = _processor(x.device)[0] if x.is_cuda else (0, 0)
-    is_wide = out.dtype == torch.bfloat16 and runs_on_hopper_kernel(
+    uses_hopper = out.dtype == torch.bfloat16 and runs_on_hopper_kernel(
         num_out // num_groups, weight.shape[1], num_groups, product, capability
     )
-    if is_wide and product == "bf16" and scales is not None:
+    if uses_hopper and product == "bf16" and scales is not None:
         # Few rows are bound by reading the weight: it is widened in the product. Else once, before it.
-        is_wide = num_rows > FEW_ROWS
-        if is_wide:
+        uses_hopper = num_rows > FEW_ROWS
+        if uses_hopper:
             weight, scales = _widen_weight(weight, scales), None
-    if is_wide:
+    if uses_hopper:
         return _launch_hopper(x, row_scales, weight, scales, out, num_groups, is_even)
     return _launch_plain(x, row_scales, weight, scales, out, num_groups, product)
 
