@@ -102,7 +102,7 @@ def run_job(
                 spec = RankSpec(job=job, run=0, build_engine=build_engine)
                 outcome = Outcome.STOPPED
                 if not signals.requested:
-                    with set_aside(folder, difference) as on_ready:
+                    with set_aside(folder, plan, difference) as on_ready:
                         outcome = _drive(spec, plan, shards, places, signals, on_ready)
                         if outcome is Outcome.COMMITTED:
                             on_ready()  # there was no row for any rank

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from pipelines.manifest import DriverLock, OutputFolder, check_folder, is_driver_alive, load_plan, occupied
-from pipelines.plan import Plan
+from pipelines.plan import Plan, describe_difference
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,12 @@ def check_replaceable(folder: OutputFolder, plan: Plan) -> str | None:
 
 
 @contextlib.contextmanager
-def set_aside(folder: OutputFolder, difference: str | None) -> Iterator[Callable[[], None]]:
-    """Put the folder's job out of the way of one with that ``difference``; None: there is none to put.
+def set_aside(folder: OutputFolder, plan: Plan, difference: str | None) -> Iterator[Callable[[], None]]:
+    """Put the folder's job, which has that ``difference``, out of the way of ``plan``; None: there is none.
 
     What is yielded deletes it for good. If that was not called, the job is put back at the end, and what its
-    successor wrote is deleted. Raises ``ConfigError`` while a driver is at work on it.
+    successor wrote is deleted. Raises ``ConfigError`` while a driver is at work on it, and where the folder
+    holds another job by now than the one that was found to differ.
     """
     if difference is None:
         yield lambda: None
@@ -57,7 +58,12 @@ def set_aside(folder: OutputFolder, difference: str | None) -> Iterator[Callable
             logger.warning("deleted the job that %s held: %s", folder.path, difference)
 
     with DriverLock(folder):  # which moves along: whoever finds the job there sees that it is in use
-        parts = _parts(folder, aside, load_plan(folder))
+        held = load_plan(folder)
+        if describe_difference(held, plan) != difference:
+            raise ConfigError(
+                f"output folder {str(folder.path)!r} holds another job than when this run began: run it again"
+            )
+        parts = _parts(folder, aside, held)
         os.rename(folder.state, aside.state)
         try:
             _move(parts)

@@ -20,12 +20,13 @@ import os, shutil, sys
 from pathlib import Path
 from pipelines.manifest import OutputFolder, write_plan
 from pipelines.plan import Plan
-from pipelines.replaced_job import set_aside
+from pipelines.replaced_job import check_replaceable, set_aside
 
 folder, moment = OutputFolder(Path(sys.argv[1])), sys.argv[2]
-with set_aside(folder, "it differs") as delete:
+plan = Plan.from_json(sys.stdin.read())
+with set_aside(folder, plan, check_replaceable(folder, plan)) as delete:
     if moment != "aside":
-        write_plan(folder, Plan.from_json(sys.stdin.read()))
+        write_plan(folder, plan)
         (folder.path / "part-00000-of-00003.parquet").write_bytes(b"of an empty shard")
     if moment == "deleting":
         shutil.rmtree = lambda *_, **__: os._exit(9)
@@ -68,13 +69,31 @@ def test_only_another_job_that_nobody_runs_is_replaceable(folder: OutputFolder, 
 
 
 def test_it_is_out_of_sight_and_in_use_until_it_is_deleted(folder: OutputFolder, other: Plan) -> None:
-    with set_aside(folder, "it differs") as delete:
+    with set_aside(folder, other, check_replaceable(folder, other)) as delete:
         write_plan(folder, other)
         assert [path.name[0] for path in folder.path.iterdir()] == ["_", "_"]
         with pytest.raises(ConfigError, match="another run is at work"):
             restore_job(folder)
         delete()
     assert [path.name for path in folder.path.iterdir()] == ["_overnight"]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0.9])
+def test_a_job_that_came_meanwhile_is_not_the_one_to_replace(
+    folder: OutputFolder, other: Plan, tmp_path: Path, temperature: float
+) -> None:
+    """The same job by another run, or a third one."""
+    difference = check_replaceable(folder, other)
+    newer = make_plan(tmp_path / "in", 1, temperature=temperature)
+    with set_aside(folder, newer, check_replaceable(folder, newer)) as delete:
+        write_plan(folder, newer)
+        delete()
+    with DriverLock(folder):
+        before = snapshot(folder)
+    refused = pytest.raises(ConfigError, match="holds another job than when this run began")
+    with refused, set_aside(folder, other, difference):
+        raise AssertionError("the newer job was set aside")
+    assert snapshot(folder) == before
 
 
 @pytest.mark.parametrize("moment", ["aside", "begun", "deleting"])
