@@ -21,16 +21,13 @@ from engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from engine.step_inputs import CompressInputs, LayerInputs, RowSet, SelectInputs, WindowInputs
 
 
-def outgoing(array: np.ndarray, device: torch.device | str) -> Tensor:
-    """A CPU tensor from which a ``non_blocking`` copy to the device does not hold up the host."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    # The driver copies pageable memory only once the device has done all that was asked of it before.
-    return tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
-
-
 def upload(array: np.ndarray, device: torch.device | str) -> Tensor:
     """A copy on the device, for which the host does not wait."""
-    return outgoing(array, device).to(device, non_blocking=True)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if torch.device(device).type == "cuda":
+        # The driver copies pageable memory only once the device has done all that was asked of it before.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
