@@ -23,6 +23,7 @@ import kernels.number_formats as number_formats
 import kernels.rms_norm as rms_norm
 import kernels.rope as rope
 import kernels.sparse_attention as sparse_attention
+from kernels.float_pieces import split_float32
 from kernels.hyper_connections import SiteInput
 from kernels.indexer import SelectedEntries
 from kernels.moe import ExpertWeight, Routes
@@ -70,7 +71,7 @@ class Ops:
 
     def mix_weight(self, fn: Tensor, dtype: torch.dtype) -> Tensor:
         """A hyper-connection's fp32 weight in the form that this implementation multiplies by."""
-        return hyper_connections.split_mix_weight(fn) if self._splits_float32(dtype) else fn
+        return split_float32(fn) if self._splits_float32(dtype) else fn
 
     def gate_weight(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
         """The same of a router's weight."""

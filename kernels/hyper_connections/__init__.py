@@ -6,7 +6,6 @@ from kernels.hyper_connections.op import (
     expand_streams,
     mix_streams,
     read_streams,
-    split_mix_weight,
     update_streams,
 )
 from kernels.hyper_connections.reference import (
@@ -35,7 +34,6 @@ __all__ = [
     "mix_streams_reference",
     "read_streams",
     "read_streams_reference",
-    "split_mix_weight",
     "update_streams",
     "update_streams_reference",
 ]

@@ -12,7 +12,6 @@ import triton
 from torch import Tensor
 
 from kernels.argument_checks import FLOATS, expect_dense, expect_output, expect_tensor
-from kernels.float_pieces import split_float32
 from kernels.hyper_connections.kernel import (
     PARTIAL_WIDTH,
     collapse_norm_kernel,
@@ -52,11 +51,6 @@ def choose_part(width: int) -> int | None:
     return None if width % STEP.value else min(320, width)
 
 
-def split_mix_weight(fn: Tensor) -> Tensor:
-    """An fp32 weight as the three bfloat16 pieces of ``split_float32``, which raises ``ValueError``."""
-    return split_float32(fn)
-
-
 def mix_streams(
     streams: Tensor,
     fn: Tensor,
@@ -73,7 +67,7 @@ def mix_streams(
     Args:
         streams: [num_rows, 4, hidden], float32 or bfloat16.
         fn: stream-major; for float32 streams [24, 4 * hidden] fp32, for bfloat16 ones its pieces
-            [3, 24, 4 * hidden] from ``split_mix_weight``.
+            [3, 24, 4 * hidden] from ``split_float32``.
         base: [24] fp32; scale: [3] fp32, for pre, post and comb.
         num_iterations: Sinkhorn rounds, the first one being softmax over rows + column division.
         eps: added inside the Sinkhorn and to ``pre``; norm_eps: of the RMS over all streams.

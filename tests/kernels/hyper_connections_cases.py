@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.float_pieces import split_float32
 from kernels.hyper_connections import (
     StreamMix,
     collapse_norm,
@@ -14,7 +15,6 @@ from kernels.hyper_connections import (
     mix_streams,
     mix_streams_reference,
     read_streams,
-    split_mix_weight,
     update_streams,
     update_streams_reference,
 )
@@ -50,7 +50,7 @@ def stream_inputs(
         "post": 2 * torch.sigmoid(randn(num_rows, 4)),
         "comb": comb,
         "norm_weight": 1 + 0.1 * randn(width),
-        "fn": split_mix_weight(fn) if dtype == torch.bfloat16 else fn,
+        "fn": split_float32(fn) if dtype == torch.bfloat16 else fn,
         "base": randn(24) * 0.5,
         "scale": 1 + 0.2 * randn(3),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.float_pieces import split_float32
 from kernels.hyper_connections import (
     choose_config,
     choose_part,
@@ -12,7 +13,6 @@ from kernels.hyper_connections import (
     expand_streams,
     mix_streams,
     read_streams,
-    split_mix_weight,
     update_streams,
 )
 from tests.kernels.contract import Gate, OpCase, contract_device, contract_params, equal_bytes
@@ -68,12 +68,12 @@ def test_pieces_add_up_to_the_weight() -> None:
     fn = torch.randn(24, 100, generator=torch.Generator().manual_seed(1)) * torch.tensor([1e-3, 1.0]).repeat(
         50
     )
-    pieces = split_mix_weight(fn)
+    pieces = split_float32(fn)
     assert pieces.dtype == torch.bfloat16
     assert equal_bytes(pieces[0].float() + pieces[1].float() + pieces[2].float(), fn)
     fn[3, 4] = float("nan")
     with pytest.raises(ValueError, match="expected finite values"):
-        split_mix_weight(fn)
+        split_float32(fn)
 
 
 def test_streams_may_be_updated_in_place() -> None:
